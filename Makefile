@@ -1,0 +1,27 @@
+# The commands of CONTRIBUTING.md. BIN is where python, ruff, mypy and pytest are: `make check BIN=` takes them from PATH.
+VENV ?= .venv
+BIN ?= $(VENV)/bin/
+
+.PHONY: setup check test bench build figures
+
+setup:
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+
+check:
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(BIN)mypy
+
+test:
+	$(BIN)pytest
+
+bench:
+	$(BIN)python benchmarks/tools.py --quick --json
+
+build:
+	$(BIN)python -m build
+
+figures:
+	$(BIN)python docs/make_figures.py

@@ -1,0 +1,57 @@
+"""toolroll lets a language model call tools while it is trained by reinforcement learning.
+
+The names below are loaded when they are first used, so that `import toolroll` stays quick.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolroll.errors import ConfigError, Fault, InfraFault, PolicyFault, fault_of
+    from toolroll.schemas import Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
+    from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
+    from toolroll.tools.function_tool import Hidden, tool
+    from toolroll.tools.instance import ToolInstance
+    from toolroll.tools.registry import initialize_tools_from_config
+
+_HOME = {
+    "toolroll.errors": ["ConfigError", "Fault", "InfraFault", "PolicyFault", "fault_of"],
+    "toolroll.schemas": ["Message", "OpenAIFunctionToolSchema", "ToolCall", "ToolResponse"],
+    "toolroll.tools.base_tool": ["BaseTool", "ToolResult", "ToolSettings"],
+    "toolroll.tools.function_tool": ["Hidden", "tool"],
+    "toolroll.tools.instance": ["ToolInstance"],
+    "toolroll.tools.registry": ["initialize_tools_from_config"],
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "BaseTool",
+    "ConfigError",
+    "Fault",
+    "Hidden",
+    "InfraFault",
+    "Message",
+    "OpenAIFunctionToolSchema",
+    "PolicyFault",
+    "ToolCall",
+    "ToolInstance",
+    "ToolResponse",
+    "ToolResult",
+    "ToolSettings",
+    "fault_of",
+    "initialize_tools_from_config",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("toolroll")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'toolroll' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
