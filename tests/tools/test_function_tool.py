@@ -1,0 +1,303 @@
+"""A typed function becomes a tool."""
+
+import asyncio
+import enum
+import json
+import threading
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+from pydantic import AfterValidator, BaseModel, Field
+
+from toolroll import ConfigError, Hidden, ToolInstance, ToolResponse, tool
+from toolroll.errors import InvalidArguments, ToolContractError
+
+
+class Stop(BaseModel):
+    """A place on the way."""
+
+    title: str
+    km: float = 0.0
+    via: "list[Stop]" = []
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+    BUS = "bus"
+
+
+def even(value: int) -> int:
+    if value % 2:
+        raise ValueError("must be even")
+    return value
+
+
+@tool
+def plan(
+    stop: Stop,
+    mode: Mode,
+    unit: Literal["km", "mile"] = "km",
+    tags: Optional[list[str]] = None,  # noqa: UP045 (users write it like that)
+    copy: Annotated[int, Field(ge=0), AfterValidator(even)] = 2,
+    home: Hidden[str] = "nowhere",
+) -> dict[str, Any]:
+    """Plan a way.
+
+    It may take a while.
+
+    Args:
+        stop (Stop): Where to go,
+            over how many lines it may be said.
+        mode: How.
+        tags: What to look out for.
+    """
+    return {
+        "stop": stop.title,
+        "km": stop.km,
+        "mode": mode.value,
+        "unit": unit,
+        "tags": tags,
+        "copy": copy,
+        "home": home,
+    }
+
+
+async def call(function_tool: Any, arguments: dict[str, Any], **create_kwargs: Any) -> Any:
+    async with ToolInstance(function_tool, create_kwargs=create_kwargs) as instance:
+        return await instance.execute(arguments)
+
+
+def test_the_schema_says_what_the_signature_and_the_docstring_say() -> None:
+    function = plan.tool_schema.model_dump()["function"]
+    assert (function["name"], function["description"]) == ("plan", "Plan a way.\n\nIt may take a while.")
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "stop": {"$ref": "#/$defs/Stop", "description": "Where to go, over how many lines it may be said."},
+            "mode": {"$ref": "#/$defs/Mode", "description": "How."},
+            "unit": {"enum": ["km", "mile"], "type": "string", "default": "km"},
+            "tags": {
+                "anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}],
+                "default": None,
+                "description": "What to look out for.",
+            },
+            "copy": {"type": "integer", "minimum": 0, "default": 2},
+        },
+        "required": ["stop", "mode"],
+        "additionalProperties": False,
+        "$defs": {
+            "Stop": {
+                "type": "object",
+                "description": "A place on the way.",
+                "properties": {
+                    "title": {"type": "string"},
+                    "km": {"type": "number", "default": 0.0},
+                    "via": {"type": "array", "items": {"$ref": "#/$defs/Stop"}, "default": []},
+                },
+                "required": ["title"],
+            },
+            "Mode": {"enum": ["train", "bus"], "type": "string"},
+        },
+    }
+
+
+async def test_arguments_arrive_as_the_annotated_types() -> None:
+    result = await call(plan, {"stop": {"title": "Rome", "km": 3}, "mode": "bus"}, home="Bern")
+    assert json.loads(result.response.text) == {
+        "stop": "Rome", "km": 3.0, "mode": "bus", "unit": "km", "tags": None, "copy": 2, "home": "Bern",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"stop": {"title": "Rome"}}, "'mode' is missing"),
+        ({"stop": {"km": 1}, "mode": "bus"}, "'stop.title' is missing"),
+        ({"stop": {"title": "R"}, "mode": "bus", "copy": 3}, "copy: Value error, must be even."),
+        ({"stop": {"title": "R"}, "mode": "bus", "home": "Oslo"}, "has no parameter 'home'"),
+    ],
+)
+async def test_wrong_arguments_give_a_sentence(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArguments) as caught:
+        await call(plan, arguments)
+    assert said in str(caught.value)
+
+
+async def test_a_hidden_parameter_comes_from_the_trajectory_and_state_lasts_as_long() -> None:
+    @tool(name="check_answer")
+    def check(answer: str, truth: Hidden[str], state: Hidden[dict[str, int]], instance_id: Hidden[str]) -> Any:
+        """Check."""
+        state["tries"] = state.get("tries", 0) + 1
+        return f"{instance_id} try {state['tries']}", float(answer == truth), {"tries": state["tries"]}
+
+    assert list(check.tool_schema.model_dump()["function"]["parameters"]["properties"]) == ["answer"]
+    async with (
+        ToolInstance(check, "one", create_kwargs={"truth": "72"}) as one,
+        ToolInstance(check, "two", create_kwargs={"truth": "5"}) as two,
+    ):
+        assert await one.execute({"answer": "71"}) == (ToolResponse(text="one try 1"), 0.0, {"tries": 1})
+        assert await one.execute({"answer": "72"}) == (ToolResponse(text="one try 2"), 1.0, {"tries": 2})
+        assert await two.execute({"answer": "72"}) == (ToolResponse(text="two try 1"), 0.0, {"tries": 1})
+        assert (await two.execute({"answer": "72"}, truth="72")).reward == 1.0
+    with pytest.raises(ToolContractError, match="'check_answer' needs 'truth'"):
+        await call(check, {"answer": "72"})
+
+
+@dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        ("plain", "plain"),
+        ({"ä": [1, None]}, '{"ä": [1, null]}'),
+        (3, "3"),
+        (None, "null"),
+        ([Point(1)], '[{"x": 1}]'),
+        (Stop(title="R"), None),
+    ],
+)
+async def test_what_a_function_may_return(returned: Any, text: str | None) -> None:
+    @tool
+    async def give() -> Any:
+        """Give."""
+        return returned
+
+    result = await call(give, {})
+    assert result.response.text == (text or '{"title": "R", "km": 0.0, "via": []}')
+    assert (result.reward, result.metrics) == (None, {})
+
+
+@pytest.mark.parametrize("returned", [object(), ("a", 1.0), {1, 2}, ("a", "b", {})])
+async def test_what_a_function_may_not_return(returned: Any) -> None:
+    @tool
+    def give() -> Any:
+        """Give."""
+        return returned
+
+    with pytest.raises(ToolContractError, match="'give'"):
+        await call(give, {})
+
+
+async def test_an_async_function_runs_on_the_loop_and_a_sync_one_does_not() -> None:
+    @tool
+    async def here() -> str:
+        """Where."""
+        return threading.current_thread().name
+
+    @tool
+    def there() -> str:
+        """Where."""
+        return threading.current_thread().name
+
+    assert (await call(here, {})).response.text == threading.current_thread().name
+    assert (await call(there, {})).response.text.startswith("tool-there")
+
+
+@tool
+def nap() -> str:
+    """Sleep for a second."""
+    time.sleep(1)
+    return "awake"
+
+
+async def fifty_naps() -> tuple[float, float]:
+    """How long fifty calls at once take, and by how much the event loop was late meanwhile, at worst."""
+    clock = asyncio.get_running_loop().time
+    late = 0.0
+
+    async def watch() -> None:
+        nonlocal late
+        while True:
+            due = clock() + 0.005
+            await asyncio.sleep(0.005)
+            late = max(late, clock() - due)
+
+    watcher = asyncio.create_task(watch())
+    began = clock()
+    await asyncio.gather(*(call(nap, {}) for _ in range(50)))
+    watcher.cancel()
+    return clock() - began, late
+
+
+async def test_a_sync_tool_that_sleeps_neither_queues_up_nor_blocks_the_loop() -> None:
+    # The best of three: what else runs on the machine delays the loop too, but not every time.
+    runs = [await fifty_naps() for _ in range(3)]
+    assert min(took for took, _ in runs) < 5
+    assert min(late for _, late in runs) < 0.05
+
+
+async def test_threads_says_how_many_run_at_once() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    @tool(threads=3)
+    def work() -> str:
+        """Work."""
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return ""
+
+    await asyncio.gather(*(call(work, {}) for _ in range(12)))
+    assert most == 3
+
+
+def test_the_function_can_still_be_called() -> None:
+    @tool
+    def add(a: int, b: int = 1) -> int:
+        """Add."""
+        return a + b
+
+    assert add(2) == 3
+
+
+def no_docstring(a: int) -> None: ...
+
+
+def no_types(a) -> None:  # type: ignore[no-untyped-def]
+    """Do."""
+
+
+def any_number(*args: int) -> None:
+    """Do."""
+
+
+def described_wrongly(a: int) -> None:
+    """Do.
+
+    Args:
+        b: Not there.
+    """
+
+
+def odd_type(a: threading.Lock) -> None:
+    """Do."""
+
+
+def unresolved(a: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa: F821
+    """Do."""
+
+
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (no_docstring, "write a docstring"),
+        (no_types, "annotate it"),
+        (any_number, "use ordinary parameters"),
+        (described_wrongly, r"describes \['b'\]"),
+        (odd_type, "no JSON Schema can say"),
+        (unresolved, "define the type at the top of its module"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_with_the_remedy(function: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        tool(function)
+    assert function.__name__ in str(caught.value)

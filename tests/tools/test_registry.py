@@ -1,0 +1,188 @@
+"""A YAML file becomes tools, or says what is wrong with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolroll import BaseTool, ConfigError, ToolInstance, initialize_tools_from_config
+from toolroll.tools.gsm8k_tool import Gsm8kTool
+
+HERE = """
+from typing import Any
+from toolroll import BaseTool, ToolResponse, ToolSettings, tool
+
+@tool
+def shout(text: str) -> str:
+    '''Say it louder.'''
+    return text.upper()
+
+def whisper(text: str) -> str:
+    return text.lower()
+
+class Echo(BaseTool[None]):
+    class Settings(ToolSettings):
+        times: int = 1
+
+    def __init__(self, config: Any = None, tool_schema: Any = None) -> None:
+        super().__init__(config, tool_schema)
+        self.times = self.Settings.read(self.config).times
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text=parameters["text"] * self.times), None, {}
+
+class Fragile(BaseTool[None]):
+    def __init__(self, config: Any = None, tool_schema: Any = None) -> None:
+        raise RuntimeError("no licence")
+    async def execute(self, *args: Any, **kwargs: Any) -> Any: ...
+"""
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "echo",
+        "description": "Say it again.",
+        "parameters": {"type": "object", "required": ["text"]},
+    },
+}
+ECHO = {"class_name": "here.Echo", "config": {"type": "native", "times": 2}, "tool_schema": SCHEMA}
+
+
+@pytest.fixture(autouse=True)
+def module_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here.py").write_text(HERE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "here", raising=False)
+
+
+def load(tmp_path: Path, content: Any) -> list[BaseTool[Any]]:
+    path = tmp_path / "tools.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return initialize_tools_from_config(path)
+
+
+async def test_tools_registration(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checker,) = initialize_tools_from_config(root / "examples/gsm8k/tool_config.yaml")
+    assert isinstance(checker, Gsm8kTool)
+    assert checker.name == "calc_gsm8k_reward"
+    written = yaml.safe_load((root / "examples/gsm8k/tool_config.yaml").read_text())["tools"][0]["tool_schema"]
+    assert checker.get_openai_tool_schema().model_dump() == written
+
+    monkeypatch.syspath_prepend(str(root / "examples/custom_tool"))
+    convert, pantry = initialize_tools_from_config(str(root / "examples/custom_tool/tool_config.yaml"))
+    assert [convert.name, pantry.name] == ["convert", "pantry"]
+    async with ToolInstance(convert) as instance:
+        assert (await instance.execute('{"amount": 2, "unit": "cup"}')).response.text == '{"grams": 240.0}'
+    async with ToolInstance(pantry, create_kwargs={"flour": 1}) as instance:
+        assert (await instance.execute({"item": "flour", "count": 2})).response.text == "3 flour stored"
+        assert await instance.calc_reward() == 1.0
+
+
+async def test_settings_and_schema_reach_the_tool(tmp_path: Path) -> None:
+    (echo,) = load(tmp_path, {"tools": [ECHO]})
+    async with ToolInstance(echo) as instance:
+        assert (await instance.execute({"text": "ho"})).response.text == "hoho"
+    assert echo.tool_schema.model_dump() == SCHEMA
+
+
+async def test_a_function_is_named_by_its_path_and_may_get_another_schema(tmp_path: Path) -> None:
+    (plain,) = load(tmp_path, {"tools": [{"class_name": "here.shout"}]})
+    assert plain.tool_schema.function.description == "Say it louder."
+    renamed = {"type": "function", "function": {"name": "yell", "description": "Yell."}}
+    (other,) = load(tmp_path, {"tools": [{"class_name": "here.shout", "tool_schema": renamed}]})
+    assert other.name == "yell"
+    async with ToolInstance(plain, "a") as one, ToolInstance(other, "a") as two:
+        assert (await one.execute({"text": "hey"})).response.text == "HEY"
+        assert (await two.execute({"text": "hey"})).response.text == "HEY"
+
+
+def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIMES", "3")
+    (echo,) = load(tmp_path, {"tools": [{**ECHO, "config": {"times": "${oc.decode:${oc.env:TIMES}}"}}]})
+    assert vars(echo)["times"] == 3
+
+
+def test_the_names_that_verl_dropped_load_ours(tmp_path: Path) -> None:
+    (checker,) = load(
+        tmp_path, {"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}]}
+    )
+    assert isinstance(checker, Gsm8kTool)
+
+
+def test_hundreds_of_tools_load(tmp_path: Path) -> None:
+    def echo(number: int) -> dict[str, Any]:
+        return {**ECHO, "tool_schema": {**SCHEMA, "function": {**SCHEMA["function"], "name": f"echo_{number}"}}}  # type: ignore[dict-item]
+
+    tools = load(tmp_path, {"tools": [echo(number) for number in range(500)]})
+    assert [tool.name for tool in tools] == [f"echo_{number}" for number in range(500)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            {"clas_name": "here.Echo"},
+            ["the key 'class_name' is missing", "no key 'clas_name' (did you mean 'class_name'?)"],
+        ),
+        ({**ECHO, "tool_shema": {}}, ["(here.Echo)", "no key 'tool_shema' (did you mean 'tool_schema'?)"]),
+        ({**ECHO, "config": {"tims": 3}}, ["config: there is no key 'tims' (did you mean 'times'?)"]),
+        ({**ECHO, "config": {"times": "many"}}, ["config: times: Input should be a valid integer"]),
+        ({**ECHO, "config": {"type": "mcp"}}, ["config.type is 'mcp'"]),
+        ({**ECHO, "class_name": "here.Ecko"}, ["here has no 'Ecko' (did you mean 'Echo'?)"]),
+        ({**ECHO, "class_name": "not_there.Echo"}, ["no module 'not_there'", "PYTHONPATH"]),
+        ({**ECHO, "class_name": "Echo"}, ["has no module", "my_module.Echo"]),
+        ({**ECHO, "class_name": "pathlib.Path"}, ["pathlib.Path is not a tool", "derive it from toolroll.BaseTool"]),
+        ({"class_name": "here.whisper"}, ["here.whisper is not a tool", "put @tool on it"]),
+        ({"class_name": "here.shout", "config": {"loud": 3}}, ["'loud'", "a function takes no settings"]),
+        ({"class_name": "here.Echo"}, ["Echo has no schema"]),
+        ({"class_name": "here.Fragile", "tool_schema": SCHEMA}, ["making the tool failed: RuntimeError: no licence"]),
+        ({**ECHO, "tool_schema": {"type": "function"}}, ["the key 'function' is missing"]),
+        ({**ECHO, "config": {"times": "${oc.env:NOT_SET_ANYWHERE}"}}, ["NOT_SET_ANYWHERE", "tools[1].config.times"]),
+        ({**ECHO, "config": {"times": "???"}}, ["tools[1].config.times"]),
+        (ECHO, ["its name, 'echo', is taken by tool 1", "change one"]),
+        ("here.Echo", ["should be a valid dictionary"]),
+    ],
+)
+def test_an_error_names_the_file_the_entry_and_the_remedy(tmp_path: Path, entry: Any, said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, {"tools": [ECHO, entry]})
+    message = str(caught.value)
+    assert str(tmp_path / "tools.yaml") in message
+    assert "tool 2" in message or "tools[1]" in message
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has no list `tools`"),
+        ("tools:", "has no list `tools`"),
+        ("tools: {a: 1}", "has no list `tools`"),
+        ("- a", "has no list `tools`"),
+        ("tools: []\ntool: []", "has 'tool' beside `tools`"),
+        ("tools: [", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_tool_config_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, content)
+    assert str(caught.value).startswith(f"{tmp_path / 'tools.yaml'}: ")
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        initialize_tools_from_config(tmp_path / "none.yaml")
+
+
+def test_a_module_that_fails_to_import_says_why(tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text("import not_installed_anywhere")
+    with pytest.raises(
+        ConfigError, match=r"tool 1 \(broken_module\.X\): .*no module 'not_installed_anywhere'.*install it"
+    ):
+        load(tmp_path, {"tools": [{"class_name": "broken_module.X"}]})
+    (tmp_path / "raising_module.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"importing raising_module failed: ZeroDivisionError"):
+        load(tmp_path, {"tools": [{"class_name": "raising_module.X"}]})

@@ -1,0 +1,124 @@
+"""ToolInstance: what is created is released, once, in bounded time, whatever happens.
+
+This is the one place that holds the rule. For every `create` that began, `release` is called exactly once, after
+`create` has ended: by returning, by failing, or by being cancelled. It is called when the block ends, whichever way it
+ends; a cancellation that arrives meanwhile waits until `release` is through. `release` has `RELEASE_TIMEOUT` seconds;
+one that takes longer, or fails, is logged, and its trajectory goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from toolroll.errors import DuplicateInstance, InfraFault, ToolContractError
+from toolroll.tools.base_tool import BaseTool, ToolResult, as_result, as_reward
+
+logger = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT = 10.0
+"""Seconds that `release` may take."""
+
+
+class ToolInstance:
+    """One trajectory's share of a tool.
+
+    async with ToolInstance(tool, create_kwargs={"ground_truth": "72"}) as instance:
+        response, reward, metrics = await instance.execute({"answer": "72"})
+        final = await instance.calc_reward()
+    """
+
+    def __init__(
+        self,
+        tool: BaseTool[Any],
+        instance_id: str | None = None,
+        *,
+        create_kwargs: Mapping[str, Any] | None = None,
+        release_kwargs: Mapping[str, Any] | None = None,
+        release_timeout: float = RELEASE_TIMEOUT,
+    ) -> None:
+        self.tool = tool
+        # Chosen here and not by the tool, so that a create that is cut short can be released too.
+        self.id = instance_id or str(uuid4())
+        self._create_kwargs = create_kwargs or {}
+        self._release_kwargs = release_kwargs or {}
+        self._release_timeout = release_timeout
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            made = await self.tool.create(self.id, **self._create_kwargs)
+            # Early tools return the id alone, and a tool may insist on an id of its own.
+            self.id = made[0] if isinstance(made, tuple) else made
+        except DuplicateInstance:
+            raise
+        except BaseException as error:
+            await self._close()
+            if isinstance(error, InfraFault) or not isinstance(error, Exception):
+                raise
+            raise InfraFault(f"Creating an instance of tool {self.tool.name!r} failed: {_say(error)}") from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def execute(self, arguments: str | Mapping[str, Any] | None, **kwargs: Any) -> ToolResult:
+        """Check the arguments, as text or parsed, and carry out one call. Whose an exception is, `fault_of` says."""
+        self._check_open()
+        parameters = self.tool.arguments.parse(arguments)
+        return as_result(self.tool.name, await self.tool.execute(self.id, parameters, **kwargs))
+
+    async def calc_reward(self, **kwargs: Any) -> float:
+        """The tool's reward for the whole trajectory.
+
+        The model has no part in it, so a failure is the infrastructure's.
+        """
+        self._check_open()
+        try:
+            return as_reward(self.tool.name, await self.tool.calc_reward(self.id, **kwargs))
+        except InfraFault:
+            raise
+        except Exception as error:
+            raise InfraFault(f"calc_reward of tool {self.tool.name!r} failed: {_say(error)}") from error
+
+    def _check_open(self) -> None:
+        if self._releasing is not None:
+            raise ToolContractError(f"Instance {self.id!r} of tool {self.tool.name!r} is released already.")
+
+    async def _close(self) -> None:
+        """Release, and wait for it. A cancellation is kept back until the release has ended or run out of time."""
+        release = self._releasing = asyncio.create_task(self._release(), name=f"release {self.tool.name} {self.id}")
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._release_timeout
+        cancelled: asyncio.CancelledError | None = None
+        while not release.done() and (left := deadline - clock()) > 0:
+            try:
+                await asyncio.wait({release}, timeout=left)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if not release.done():
+            release.cancel()
+            logger.warning(
+                "release of tool %r, instance %s, took more than %g s and was given up",
+                self.tool.name,
+                self.id,
+                self._release_timeout,
+            )
+        if cancelled is not None:
+            raise cancelled
+
+    async def _release(self) -> None:
+        try:
+            await self.tool.release(self.id, **self._release_kwargs)
+        except Exception:
+            logger.warning("release of tool %r, instance %s, failed", self.tool.name, self.id, exc_info=True)
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
