@@ -1,0 +1,146 @@
+"""`toolroll doctor`: what this machine and this environment can do.
+
+Each check says what it found and, where something is missing, what to do about it. Only a check that the base install
+needs can fail; the rest are parts that one may do without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+class Finding(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    MISSING = "missing"
+    """Not there; needed only for the part that the remedy names."""
+    BROKEN = "broken"
+    """toolroll itself won't work."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    finding: Finding
+    detail: str
+    remedy: str = ""
+
+
+PACKAGES = {"ray": "ray", "transformers": "rollout", "textual": "viewer", "mcp": "mcp"}
+"""Packages that parts of toolroll stand on, and the extra that brings each."""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """Say what this machine and this environment can do. Ends with 1 where toolroll itself won't work."""
+    checks = list(examine())
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        table = Table("check", "", "found", "remedy")
+        colour = {Finding.OK: "green", Finding.MISSING: "yellow", Finding.BROKEN: "red"}
+        for check in checks:
+            table.add_row(
+                check.name, f"[{colour[check.finding]}]{check.finding}[/]", escape(check.detail), escape(check.remedy)
+            )
+        Console().print(table)
+    if any(check.finding is Finding.BROKEN for check in checks):
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Check]:
+    """Every check, in the order in which they are shown."""
+    yield _python()
+    yield Check("toolroll", Finding.OK, version("toolroll"))
+    for package, extra in PACKAGES.items():
+        yield _package(package, extra)
+    if sys.platform != "linux":
+        yield Check("kernel", Finding.MISSING, platform.system(), "the sandbox server needs Linux")
+        return
+    yield Check("kernel", Finding.OK, f"Linux {platform.release()}, {os.cpu_count()} CPUs")
+    yield _user_namespaces()
+    yield _landlock()
+    yield _seccomp()
+    yield _cgroup()
+    yield _program("bwrap", "bubblewrap", "sandboxed languages other than Python")
+
+
+def _python() -> Check:
+    finding = Finding.OK if sys.version_info >= (3, 11) else Finding.BROKEN
+    return Check(
+        "python", finding, platform.python_version(), "" if finding is Finding.OK else "use Python 3.11 or newer"
+    )
+
+
+def _package(name: str, extra: str) -> Check:
+    try:
+        return Check(name, Finding.OK, version(name))
+    except PackageNotFoundError:
+        return Check(name, Finding.MISSING, "not installed", f"pip install 'toolroll[{extra}]'")
+
+
+def _program(command: str, package: str, needed_for: str) -> Check:
+    if found := shutil.which(command):
+        return Check(package, Finding.OK, found)
+    return Check(package, Finding.MISSING, "not installed", f"install {package} for {needed_for}")
+
+
+def _user_namespaces() -> Check:
+    # Tried in a process of its own: a namespace, once entered, can't be left.
+    attempt = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x10000000) != 0)"  # CLONE_NEWUSER
+    if subprocess.run([sys.executable, "-I", "-c", attempt], capture_output=True, timeout=30).returncode == 0:
+        return Check("user namespaces", Finding.OK, "can be made")
+    return Check(
+        "user namespaces", Finding.MISSING, "refused", "allow unprivileged user namespaces for the strongest sandbox"
+    )
+
+
+def _landlock() -> Check:
+    landlock_create_ruleset, version_flag = 444, 1  # one number on every architecture
+    abi = ctypes.CDLL(None, use_errno=True).syscall(landlock_create_ruleset, None, ctypes.c_size_t(0), version_flag)
+    if abi > 0:
+        return Check("landlock", Finding.OK, f"ABI {abi}")
+    return Check(
+        "landlock",
+        Finding.MISSING,
+        "not in this kernel",
+        "Linux 5.13 or newer, with landlock among its security modules",
+    )
+
+
+def _seccomp() -> Check:
+    actions = Path("/proc/sys/kernel/seccomp/actions_avail")
+    if actions.exists():
+        return Check("seccomp", Finding.OK, "filters available")
+    return Check("seccomp", Finding.MISSING, "not in this kernel", "a kernel with CONFIG_SECCOMP_FILTER")
+
+
+def _cgroup() -> Check:
+    for root, kind in ((Path("/sys/fs/cgroup/memory"), "v1"), (Path("/sys/fs/cgroup"), "v2")):
+        if root.is_dir() and os.access(root, os.W_OK):
+            return Check("cgroup", Finding.OK, f"{kind}, writable")
+    return Check(
+        "cgroup",
+        Finding.MISSING,
+        "not writable",
+        "delegate a cgroup to this user, for memory limits over several processes",
+    )
