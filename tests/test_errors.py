@@ -1,5 +1,7 @@
 """Whose fault a failure is."""
 
+import pickle
+
 import pytest
 
 from toolroll.errors import ConfigError, Fault, InfraFault, MissingExtra, PolicyFault, ToolContractError, fault_of
@@ -21,4 +23,5 @@ def test_what_is_missing_is_said_with_the_extra_that_brings_it() -> None:
     error = MissingExtra("ray", "ray")
     assert "pip install 'toolroll[ray]'" in str(error)
     assert isinstance(error, ImportError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert isinstance(error, ConfigError)

@@ -86,6 +86,7 @@ def test_equality_is_of_content_not_of_order() -> None:
     assert one == OpenAIFunctionPropertySchema.model_validate({"minLength": 1, "type": "string"})
     assert one != OpenAIFunctionPropertySchema.model_validate({"type": "string", "minLength": 2})
     assert one != {"type": "string", "minLength": 1}
+    assert one != OpenAIFunctionParametersSchema.model_validate({"type": "string", "minLength": 1})
 
 
 def test_a_function_without_parameters_takes_none() -> None:

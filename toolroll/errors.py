@@ -43,6 +43,10 @@ class MissingExtra(ConfigError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"This needs {package}, which is not installed. Run: pip install 'toolroll[{extra}]'")
+        self._made_of = package, extra
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
+        return MissingExtra, self._made_of
 
 
 class PolicyFault(ToolrollError):

@@ -128,7 +128,7 @@ class ToolResponse(BaseModel):
     Images and videos are in the form that the model's processor takes.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     text: str | None = None
     image: list[Any] | None = None

@@ -2,13 +2,33 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+LOUD = """
+from toolroll import tool
+print("loading")
+@tool
+def shout() -> str:
+    'Shout.'
+    print("calling")
+    return "\\ud800"
+"""
+SLOW = """
+import sys, time
+from toolroll import tool
+@tool
+def nap() -> str:
+    'Sleep.'
+    print("asleep", file=sys.stderr, flush=True)
+    time.sleep(60)
+"""
 GSM8K = "examples/gsm8k/tool_config.yaml"
 CUSTOM = "examples/custom_tool/tool_config.yaml"
 
@@ -96,6 +116,29 @@ def test_what_cannot_be_begun_ends_with_2_and_one_line(toolroll: Any, words: tup
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_tools_print_does_not_get_into_the_answer(toolroll: Any, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: loud.shout}]")
+    done = toolroll("tools", "call", str(tmp_path / "tools.yaml"), "shout", "--json")
+    assert json.loads(done.stdout)["response"] == {"text": "\ud800".encode("utf-8", "replace").decode()}
+    assert "loading" in done.stderr
+    assert "calling" in done.stderr
+
+
+def test_an_interrupt_does_not_wait_for_a_sleeping_tool(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: slow.nap}]")
+    command = [Path(sys.executable).with_name("toolroll"), "tools", "call", tmp_path / "tools.yaml", "nap"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "asleep\n"
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert time.monotonic() - began < 10
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_version_and_help(toolroll: Any) -> None:

@@ -1,5 +1,7 @@
 """The score of a GSM8K answer: the original's rules, with its faults mended."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from toolroll.rewards.gsm8k import compute_score, extract_solution
         ("#### 007", "7"),
         ("#### -0", "0"),
         ("#### 1,234,567.00 dollars", "1234567"),
+        ("#### 1,2,3", "1"),
         ("####72", None),
         ("#### ,", None),
         ("#### seventy-two", None),
@@ -41,6 +44,7 @@ def test_strict_takes_what_follows_the_mark(solution: str, answer: str | None) -
         ("She pays $1,000.", "1000"),
         ("It is 72, I think, .", "72"),
         ("-5", "-5"),
+        ("pick 1,2", "2"),
         (",", None),
         (".", None),
         ("$", None),
@@ -66,7 +70,15 @@ def test_the_score_tells_right_wrong_and_none_apart() -> None:
     assert compute_score("#### 1000", "1,000") == 1.0
     assert compute_score("#### 72", 72) == 1.0
     assert compute_score("#### 72", 72.0) == 1.0
-    assert compute_score("#### 72", "seventy-two") == 0.0
+    assert compute_score("#### 72", "She has 70 + 2 = <<70+2=72>>72. #### 72") == 1.0
+    assert compute_score("#### 10000000000000000000000", 1e22) == 1.0
+    assert compute_score("72", "72") == 0.0, "strict is the default"
+
+
+@pytest.mark.parametrize("truth", ["", "seventy-two", "72 apples", None, ["72"], float("nan")])
+def test_a_ground_truth_that_is_no_number_is_refused(truth: Any) -> None:
+    with pytest.raises(ValueError, match="is no number"):
+        compute_score("#### 72", truth)
 
 
 def test_a_method_that_does_not_exist_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Arguments either satisfy the schema or come back as one sentence."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -80,6 +81,8 @@ def test_any_text_parses_or_gives_a_sentence(text: str) -> None:
         ('{"city": "rome"}', "'rome' does not match '^[A-Z]'."),
         ('{"city": "Rome"', "not valid JSON, expecting ',' delimiter at line 1, column 16"),
         ('{"city": NaN}', "NaN is not a JSON number"),
+        ('{"city": "Rome", "step": 1e999}', "1e999 is not a JSON number"),
+        ('{"city": "R\\ud800"}', "not valid JSON"),
         ('["Rome"]', "must be a JSON object, not an array."),
         ("null", "must be a JSON object, not null."),
         ('{"city": "Rome", "step": 1' + "0" * 400 + "}", "could not be checked"),
@@ -113,6 +116,10 @@ def test_a_long_value_is_not_quoted_whole_and_many_complaints_are_counted() -> N
         ({"properties": {"a": {"$ref": "#/$defs/A"}}}, "Put it under $defs"),
         ({"properties": {"a": {"$ref": "https://example.com/a.json"}}}, "nothing is fetched"),
         ({"$schema": 5}, "$schema"),
+        (
+            {"properties": {"a": {"$ref": "#/properties/b"}, "b": {"anyOf": [True]}}, "$ref": "#/properties/b/anyOf/x"},
+            "'f'",
+        ),
         ({"not": {"$ref": "#"}}, "refer to themselves without end"),
         (
             {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
@@ -125,6 +132,24 @@ def test_a_schema_that_is_wrong_is_refused_when_the_tool_is_made(schema: dict[st
         ArgumentChecker("f", schema)
     assert said in str(caught.value)
     assert "'f'" in str(caught.value)
+
+
+def test_older_drafts_are_understood_and_tools_can_be_pickled() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"a": {"$ref": "#/definitions/small"}, "b": {"items": [{"type": "string"}]}},
+        "definitions": {"small": {"maximum": 3}},
+    }
+    checker = pickle.loads(pickle.dumps(ArgumentChecker("f", schema)))
+    assert checker.parse('{"a": 3, "b": ["x", 5]}')
+    for wrong in ('{"a": 4}', '{"b": [5]}'):
+        with pytest.raises(InvalidArguments):
+            checker.parse(wrong)
+
+
+def test_names_that_the_model_made_up_are_not_quoted_whole() -> None:
+    for odd in ({"x" * 1_000_000: 1}, {f"x{number}": 1 for number in range(10_000)}):
+        assert is_one_sentence(str(parsed_or_said(ArgumentChecker("weather", SCHEMA), odd)))
 
 
 def test_refs_within_the_schema_work_also_where_they_lead_in_a_circle() -> None:

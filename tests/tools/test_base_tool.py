@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from toolroll import BaseTool, ConfigError, ToolInstance, ToolResponse, ToolResult, ToolSettings
+from toolroll import (
+    BaseTool,
+    ConfigError,
+    OpenAIFunctionToolSchema,
+    ToolInstance,
+    ToolResponse,
+    ToolResult,
+    ToolSettings,
+)
 from toolroll.errors import InfraFault, ToolContractError
 from toolroll.tools.base_tool import as_result
 
@@ -82,6 +90,25 @@ def test_another_librarys_schema_object_is_taken() -> None:
     assert Count({}, theirs).tool_schema.model_dump() == theirs.model_dump()
 
 
+def test_a_class_written_for_verl_brings_its_schema_its_own_way() -> None:
+    class Theirs(Count):
+        def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+            return OpenAIFunctionToolSchema.model_validate(SCHEMA)
+
+    assert Theirs({}).name == "count"
+
+
+def test_tools_share_no_schema_and_no_config() -> None:
+    class Own(Count):
+        default_schema = OpenAIFunctionToolSchema.model_validate(SCHEMA)
+
+    config = {"a": 1}
+    one, two = Own(config), Own(config)
+    one.tool_schema.function.description = "Changed."
+    one.config["a"] = 2
+    assert (two.tool_schema.function.description, two.config, config) == ("Count.", {"a": 1}, {"a": 1})
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -133,6 +160,7 @@ def test_results_are_brought_into_form(returned: Any, result: tuple[Any, ...]) -
         "text",
         ("a", 1),
         (5, 1.0, {}),
+        ({"sum": 1}, 1.0, {}),
         ("a", math.nan, {}),
         ("a", math.inf, {}),
         ("a", [1.0], {}),

@@ -1,13 +1,17 @@
 """A typed function becomes a tool."""
 
 import asyncio
+import contextvars
 import enum
+import functools
 import json
 import threading
 import time
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any, Literal, Optional
 
+import cloudpickle
 import pytest
 from pydantic import AfterValidator, BaseModel, Field
 
@@ -158,6 +162,7 @@ class Point:
         (3, "3"),
         (None, "null"),
         ([Point(1)], '[{"x": 1}]'),
+        ({"when": date(2026, 1, 2)}, '{"when": "2026-01-02"}'),
         (Stop(title="R"), None),
     ],
 )
@@ -172,7 +177,7 @@ async def test_what_a_function_may_return(returned: Any, text: str | None) -> No
     assert (result.reward, result.metrics) == (None, {})
 
 
-@pytest.mark.parametrize("returned", [object(), ("a", 1.0), {1, 2}, ("a", "b", {})])
+@pytest.mark.parametrize("returned", [object(), ("a", 1.0), ("a", "b", {}), (object(), 1.0, {})])
 async def test_what_a_function_may_not_return(returned: Any) -> None:
     @tool
     def give() -> Any:
@@ -259,6 +264,79 @@ def test_the_function_can_still_be_called() -> None:
     assert add(2) == 3
 
 
+async def test_what_goes_with_a_reward_is_shown_too() -> None:
+    @tool
+    def score(a: int) -> Any:
+        """Score."""
+        return {"sum": a}, 1, {}
+
+    assert await call(score, {"a": 2}) == (ToolResponse(text='{"sum": 2}'), 1.0, {})
+
+
+async def test_a_hidden_parameter_that_may_be_none_is_hidden_too() -> None:
+    @tool
+    def check(answer: str, truth: Hidden[str] | None = None) -> str:
+        """Check."""
+        return f"{answer} {truth}"
+
+    assert list(check.tool_schema.model_dump()["function"]["parameters"]["properties"]) == ["answer"]
+    assert (await call(check, {"answer": "1"}, truth="72")).response.text == "1 72"
+
+
+async def test_hidden_values_are_of_their_type_or_nobodys_wrong_answer() -> None:
+    @tool
+    def above(number: int, least: Hidden[int], state: Hidden[dict[str, Any]]) -> bool:
+        """Compare."""
+        return number > least and state == {}
+
+    assert (await call(above, {"number": 5}, least="4", state="a column of the data set")).response.text == "true"
+    with pytest.raises(ToolContractError, match="wrong value"):
+        await call(above, {"number": 5}, least="four")
+
+
+async def test_fields_of_pydantic_are_understood() -> None:
+    @tool
+    def roll(
+        sides: int = Field(6, ge=2, description="How many."), times: Annotated[int, Field(description="N.")] = 1
+    ) -> str:
+        """Roll."""
+        return f"{sides} {times}"
+
+    properties = roll.tool_schema.model_dump()["function"]["parameters"]["properties"]
+    assert properties["sides"] == {"type": "integer", "default": 6, "minimum": 2, "description": "How many."}
+    assert properties["times"] == {"type": "integer", "default": 1, "description": "N."}
+    assert (await call(roll, {})).response.text == "6 1"
+
+
+async def test_a_function_that_runs_out_of_items_does_not_hang() -> None:
+    @tool
+    def first_even(numbers: list[int]) -> int:
+        """Find one."""
+        return next(number for number in numbers if number % 2 == 0)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(call(first_even, {"numbers": [1]}), 5)
+
+
+async def test_the_context_of_the_caller_is_seen_in_the_thread() -> None:
+    who: contextvars.ContextVar[str] = contextvars.ContextVar("who")
+
+    @tool
+    def name() -> str:
+        """Tell."""
+        return who.get()
+
+    who.set("me")
+    assert (await call(name, {})).response.text == "me"
+
+
+async def test_a_tool_that_was_used_can_be_sent_to_another_process() -> None:
+    await call(plan, {"stop": {"title": "Rome"}, "mode": "bus"})
+    there = cloudpickle.loads(cloudpickle.dumps(plan))
+    assert (await call(there, {"stop": {"title": "Rome"}, "mode": "bus"})).reward is None
+    assert there.tool_schema == plan.tool_schema
+
+
 def no_docstring(a: int) -> None: ...
 
 
@@ -293,6 +371,7 @@ def unresolved(a: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa: F82
         (no_types, "annotate it"),
         (any_number, "use ordinary parameters"),
         (described_wrongly, r"describes \['b'\]"),
+        (functools.partial(no_docstring, 1), "@tool takes a function"),
         (odd_type, "no JSON Schema can say"),
         (unresolved, "define the type at the top of its module"),
     ],
@@ -300,4 +379,4 @@ def unresolved(a: "Nowhere") -> None:  # type: ignore[name-defined]  # noqa: F82
 def test_a_function_that_cannot_be_a_tool_is_refused_with_the_remedy(function: Any, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
         tool(function)
-    assert function.__name__ in str(caught.value)
+    assert getattr(function, "__name__", "no_docstring") in str(caught.value)

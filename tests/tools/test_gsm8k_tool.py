@@ -1,5 +1,7 @@
 """Gsm8kTool: an answer checked over several turns."""
 
+from typing import Any
+
 import pytest
 
 from toolroll import ConfigError, InfraFault, ToolInstance
@@ -9,7 +11,7 @@ from toolroll.tools.gsm8k_tool import Gsm8kTool
 async def test_the_reward_is_incremental_over_the_turns_of_one_instance() -> None:
     async with ToolInstance(Gsm8kTool(), create_kwargs={"ground_truth": "72"}) as instance:
         assert await instance.calc_reward() == 0.0
-        steps = [await instance.execute({"answer": answer}) for answer in ("5", "#### $72.0", "72", "6", "72")]
+        steps = [await instance.execute({"answer": answer}) for answer in ("5", "#### $72.0", "it is 72", "6", "72")]
         assert [step.reward for step in steps] == [-0.05, 0.0, -0.05, -0.05, 0.0]
         assert [step.response.text for step in steps][:2] == [
             "Current parsed answer='5' reward=0.0",
@@ -23,6 +25,13 @@ async def test_the_last_answer_counts() -> None:
         await instance.execute({"answer": "1000"})
         await instance.execute({"answer": ","})
         assert await instance.calc_reward() == 0.0
+
+
+@pytest.mark.parametrize("truth", [None, "", "72 apples"])
+async def test_a_ground_truth_that_is_no_number_is_nobodys_wrong_answer(truth: Any) -> None:
+    with pytest.raises(InfraFault, match="is no number"):
+        async with ToolInstance(Gsm8kTool(), create_kwargs={"ground_truth": truth}):
+            pytest.fail("created without a usable ground truth")
 
 
 async def test_verls_way_of_creating_works_too() -> None:

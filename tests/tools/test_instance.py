@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,7 @@ class Probe(BaseTool[Script]):
         super().__init__({}, SCHEMA)
         self.begun: Counter[str] = Counter()
         self.released: Counter[str] = Counter()
+        self.closed: Counter[str] = Counter()
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         assert instance_id is not None
@@ -72,9 +74,10 @@ class Probe(BaseTool[Script]):
         return ToolResponse(text="done"), 1, None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        script = self.instances.pop(instance_id)
         self.released[instance_id] += 1
+        script = self.instances.pop(instance_id, Script())
         await turns(script.release)
+        self.closed[instance_id] += 1
         if script.release_fails:
             raise RuntimeError("lost the key")
 
@@ -103,6 +106,7 @@ def test_whatever_fails_or_is_cancelled_each_is_released_once_and_none_is_left(s
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         for script, end in zip(scripts, ends, strict=True):
             assert end is None or isinstance(end, asyncio.CancelledError | InfraFault | PolicyFault)
+            assert tool.closed == tool.released, "a trajectory ended before its release did"
             if not script.cancelled_at:
                 wanted = InfraFault if script.create_fails else PolicyFault if script.execute_fails else type(None)
                 assert isinstance(end, wanted)
@@ -113,7 +117,7 @@ def test_whatever_fails_or_is_cancelled_each_is_released_once_and_none_is_left(s
         tool = asyncio.run(run())
     finally:
         logging.disable(logging.NOTSET)
-    assert tool.released == tool.begun
+    assert tool.released == tool.closed == tool.begun
     assert set(tool.released.values()) <= {1}
     assert not tool.instances
 
@@ -145,6 +149,8 @@ async def test_a_release_that_never_ends_is_given_up(stubborn: bool, caplog: pyt
     assert asyncio.get_running_loop().time() - began < 0.9
     assert "took more than 0.1 s" in caplog.text
     assert sum(tool.released.values()) == 1
+    await asyncio.sleep(0)
+    assert stubborn or not [task for task in asyncio.all_tasks() if task.get_name().startswith("release")]
 
 
 async def test_a_cancellation_waits_for_the_release_and_then_goes_on() -> None:
@@ -154,8 +160,19 @@ async def test_a_cancellation_waits_for_the_release_and_then_goes_on() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert sum(tool.released.values()) == 1
+    assert sum(tool.closed.values()) == 1
     assert not tool.instances
+
+
+async def test_cancellations_during_the_release_neither_shorten_it_nor_get_lost() -> None:
+    tool = Probe()
+    task = asyncio.create_task(trajectory(tool, Script(release=50)))
+    for _ in range(5):
+        await turns(8)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sum(tool.closed.values()) == 1
 
 
 async def test_a_timeout_around_a_trajectory_is_a_timeout() -> None:
@@ -185,6 +202,7 @@ async def test_an_id_in_use_is_refused_and_its_owner_keeps_it() -> None:
         with pytest.raises(DuplicateInstance, match="request-1"):
             async with ToolInstance(tool, "request-1"):
                 pytest.fail("a second one of the same id")
+        assert "request-1" in tool.instances
         assert (await instance.execute({"x": 1})).response.text == "here"
     assert not tool.instances
 
@@ -202,6 +220,61 @@ async def test_arguments_are_checked_before_the_tool_sees_them() -> None:
     async with ToolInstance(Probe(), create_kwargs={"script": Script()}) as instance:
         with pytest.raises(InvalidArguments, match="'x' is missing"):
             await instance.execute('{"y": 1}')
+
+
+class Odd(Probe):
+    """Ends in ways that would end more than the call."""
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        assert instance_id is not None
+        self.instances[instance_id] = Script()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        if parameters["x"] == "exit":
+            sys.exit(5)
+        raise asyncio.CancelledError
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        raise PolicyFault("the model has no part in this")
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await super().release(instance_id)
+        self.kwargs = kwargs
+        sys.exit(6)
+
+
+async def test_what_a_tool_does_ends_its_call_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    tool = Odd()
+    async with ToolInstance(tool, release_kwargs={"why": "done"}) as instance:
+        with pytest.raises(RuntimeError, match=r"sys\.exit\(5\)"):
+            await instance.execute({"x": "exit"})
+        with pytest.raises(RuntimeError, match="cancelled from within"):
+            await instance.execute({"x": "cancel"})
+        with pytest.raises(InfraFault, match="calc_reward of tool 'probe' failed"):
+            await instance.calc_reward()
+    assert "sys.exit(6)" in caplog.text
+    assert tool.kwargs == {"why": "done"}
+    assert not tool.instances
+
+
+async def test_an_instance_is_used_once_and_within_its_block() -> None:
+    instance = ToolInstance(Probe(), create_kwargs={"script": Script()})
+    with pytest.raises(ToolContractError, match="not begun yet"):
+        await instance.execute({"x": 1})
+    async with instance:
+        pass
+    with pytest.raises(ToolContractError, match="make a new one"):
+        await instance.__aenter__()
+
+
+async def test_a_method_that_is_not_async_is_named_as_the_authors_mistake() -> None:
+    class Sync(Probe):
+        def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            return "done", None, {}
+
+    async with ToolInstance(Sync(), create_kwargs={"script": Script()}) as instance:
+        with pytest.raises(ToolContractError, match="async def"):
+            await instance.execute({"x": 1})
 
 
 class Early(Probe):

@@ -52,6 +52,7 @@ ECHO = {"class_name": "here.Echo", "config": {"type": "native", "times": 2}, "to
 @pytest.fixture(autouse=True)
 def module_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here.py").write_text(HERE)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "here", raising=False)
 
@@ -89,7 +90,8 @@ async def test_settings_and_schema_reach_the_tool(tmp_path: Path) -> None:
 async def test_a_function_is_named_by_its_path_and_may_get_another_schema(tmp_path: Path) -> None:
     (plain,) = load(tmp_path, {"tools": [{"class_name": "here.shout"}]})
     assert plain.tool_schema.function.description == "Say it louder."
-    renamed = {"type": "function", "function": {"name": "yell", "description": "Yell."}}
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
+    renamed = {"type": "function", "function": {"name": "yell", "description": "Yell.", "parameters": parameters}}
     (other,) = load(tmp_path, {"tools": [{"class_name": "here.shout", "tool_schema": renamed}]})
     assert other.name == "yell"
     async with ToolInstance(plain, "a") as one, ToolInstance(other, "a") as two:
@@ -136,6 +138,8 @@ def test_hundreds_of_tools_load(tmp_path: Path) -> None:
         ({"class_name": "here.whisper"}, ["here.whisper is not a tool", "put @tool on it"]),
         ({"class_name": "here.shout", "config": {"loud": 3}}, ["'loud'", "a function takes no settings"]),
         ({"class_name": "here.Echo"}, ["Echo has no schema"]),
+        ({"class_name": "here.shout", "tool_schema": SCHEMA}, ["doesn't fit the function", "needs ['text']"]),
+        ({"class_name": "leaves.X"}, ["importing leaves failed: SystemExit"]),
         ({"class_name": "here.Fragile", "tool_schema": SCHEMA}, ["making the tool failed: RuntimeError: no licence"]),
         ({**ECHO, "tool_schema": {"type": "function"}}, ["the key 'function' is missing"]),
         ({**ECHO, "config": {"times": "${oc.env:NOT_SET_ANYWHERE}"}}, ["NOT_SET_ANYWHERE", "tools[1].config.times"]),
@@ -170,6 +174,22 @@ def test_a_file_that_is_no_tool_config_is_refused(tmp_path: Path, content: str, 
         load(tmp_path, content)
     assert str(caught.value).startswith(f"{tmp_path / 'tools.yaml'}: ")
     assert said in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes("tools: [{class_name: h\xe9}]".encode("latin-1"))
+    for path in (tmp_path, tmp_path / "latin.yaml"):
+        with pytest.raises(ConfigError, match=str(path)):
+            initialize_tools_from_config(path)
+
+
+def test_a_config_left_empty_is_an_empty_config(tmp_path: Path) -> None:
+    assert load(tmp_path, "tools:\n  - class_name: here.shout\n    config:\n")[0].name == "shout"
+
+
+def test_each_load_gives_tools_of_its_own(tmp_path: Path) -> None:
+    entry = {"tools": [{"class_name": "here.shout"}]}
+    assert load(tmp_path, entry)[0].instances is not load(tmp_path, entry)[0].instances
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

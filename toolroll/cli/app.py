@@ -6,6 +6,7 @@ config, a missing part).
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -45,6 +46,9 @@ def _options(
 
 def main() -> None:
     """Run the command. An error that is the user's to mend is said in one line, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and goes on
     try:
         app()
     except ConfigError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +74,11 @@ def call(
     tool = _find(_load(config), name, config)
     text = sys.stdin.read() if arguments == "-" else arguments
     try:
-        result, final = asyncio.run(_call(tool, text, _create_kwargs(create)))
+        with redirect_stdout(sys.stderr):
+            result, final = asyncio.run(_call(tool, text, _create_kwargs(create)))
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        os._exit(130)  # not sys.exit: a sync tool may sleep on in its thread, and the interpreter would wait for it
     except ConfigError:
         raise
     except Exception as error:
@@ -98,11 +104,10 @@ async def _call(tool: BaseTool[Any], arguments: str, create_kwargs: dict[str, An
 
 
 def _load(config: Path) -> list[BaseTool[Any]]:
-    """The tools, with modules found as `python -m` would find them and beside the config: that is where people keep
-    their own.
-    """
-    sys.path[:0] = [folder for folder in (str(Path.cwd()), str(config.resolve().parent)) if folder not in sys.path]
-    return initialize_tools_from_config(config)
+    """The tools, with modules found beside the config, where people keep their own, and as `python -m` finds them."""
+    sys.path[:0] = [folder for folder in (str(config.resolve().parent), str(Path.cwd())) if folder not in sys.path]
+    with redirect_stdout(sys.stderr):  # what tools print must not get between the lines of our answer
+        return initialize_tools_from_config(config)
 
 
 def _find(tools: list[BaseTool[Any]], name: str, config: Path) -> BaseTool[Any]:

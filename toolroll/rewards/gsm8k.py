@@ -9,6 +9,7 @@ such as a lone `,`, is no answer.
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Literal
 
 Method = Literal["strict", "flexible"]
@@ -19,7 +20,7 @@ LOOKED_AT = 300
 The answer stands at the end, and a search through a long text is slow.
 """
 
-_NUMBER = r"-?\$?-?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = r"-?\$?-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _ANYWHERE = re.compile(_NUMBER)
 _MARKED = re.compile(r"#### (" + _NUMBER + ")")
 _PART_OF_NUMBER = re.compile(r"[0-9.,$-]*")
@@ -49,11 +50,31 @@ def compute_score(
     >>> compute_score("It is #### 72", "72")
     1.0
     """
+    truth = parse_ground_truth(ground_truth)
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    truth = _ANYWHERE.fullmatch(str(ground_truth).strip().rstrip("."))
-    return score if truth and answer == _plain(truth[0]) else format_score
+    return score if answer == truth else format_score
+
+
+def parse_ground_truth(ground_truth: str | float) -> str:
+    """The true answer as a plain number. It may be written as the data set writes it, behind the solution and `#### `.
+
+    Raises ValueError where it is no number: to score everything as wrong would teach the model nonsense.
+    """
+    written = ground_truth if isinstance(ground_truth, str) else _decimals(ground_truth)
+    found = _ANYWHERE.fullmatch(written.rpartition("####")[2].strip().rstrip("."))
+    if found is None:
+        raise ValueError(f"ground_truth {ground_truth!r:.80} is no number")
+    return _plain(found[0])
+
+
+def _decimals(number: object) -> str:
+    """1e22 as 10000000000000000000000; what is no number as it is."""
+    try:
+        return format(Decimal(str(number)), "f")
+    except InvalidOperation:
+        return str(number)
 
 
 def _end_of(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from math import isfinite
 from typing import Any, NoReturn, cast
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
@@ -52,7 +53,11 @@ class ArgumentChecker:
         nowhere.
         """
         self._tool_name = tool_name
-        self._validator = _validator(tool_name, dict(parameters))
+        self._parameters = dict(parameters)
+        self._validator = _validator(tool_name, self._parameters)
+
+    def __reduce__(self) -> tuple[type[ArgumentChecker], tuple[str, dict[str, Any]]]:
+        return ArgumentChecker, (self._tool_name, self._parameters)  # the validator itself can't be pickled
 
     def parse(self, arguments: object) -> dict[str, Any]:
         """The arguments as a dict that satisfies the schema. Takes JSON text as the model wrote it, or a mapping.
@@ -76,16 +81,19 @@ class ArgumentChecker:
             return "they are nested too deeply"
         try:
             errors = list(islice(self._validator.iter_errors(arguments), COMPLAINTS_SHOWN + 1))
+            shown = "; ".join(dict.fromkeys(_describe(error) for error in errors[:COMPLAINTS_SHOWN]))
         except Exception as error:  # the validator's arithmetic overflows on numbers like 1e999: the model chose them
             return f"they could not be checked ({_cut(str(error), VALUE_WIDTH)})"
         if not errors:
             return None
-        shown = "; ".join(dict.fromkeys(_describe(error) for error in errors[:COMPLAINTS_SHOWN]))
         return shown + ("; and more is wrong" if len(errors) > COMPLAINTS_SHOWN else "")
 
     def _loads(self, text: str) -> Any:
         try:
-            return json.loads(text, parse_constant=_refuse_constant)
+            parsed = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+            if "\\ud" in text.lower():  # perhaps one half of a surrogate pair, which no tool could print or send on
+                json.dumps(parsed, ensure_ascii=False).encode()
+            return parsed
         except json.JSONDecodeError as error:
             near = _cut(json.dumps(text[max(0, error.pos - 10) : error.pos + 10], ensure_ascii=False), VALUE_WIDTH)
             where = f"line {error.lineno}, column {error.colno}"
@@ -98,6 +106,11 @@ class ArgumentChecker:
     def _invalid(self, complaint: str) -> InvalidArguments:
         sentence = f"Invalid arguments for {self._tool_name}: {complaint}"
         return InvalidArguments(" ".join(sentence.split()).rstrip(".") + ".")
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    return value if isfinite(value) else _refuse_constant(written)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -139,6 +152,8 @@ def _validator(tool_name: str, schema: dict[str, Any]) -> Validator:
             f"The parameters of tool {tool_name!r} refer to themselves without end. "
             "A schema may refer back to itself only from within properties or items."
         ) from error
+    except Exception as error:  # a $ref to something that is no schema
+        raise ConfigError(f"The parameters of tool {tool_name!r} can't be followed: {error!r:.200}") from error
     made: Validator = kind(schema, registry=REGISTRY)
     return made
 

@@ -98,7 +98,7 @@ class BaseTool(ABC, Generic[State]):
                 f"{type(self).__name__} has no schema: give one under tool_schema, or as default_schema in the class."
             )
         if isinstance(given, OpenAIFunctionToolSchema):
-            return given
+            return given.model_copy(deep=True)
         try:
             return OpenAIFunctionToolSchema.model_validate(
                 given.model_dump() if isinstance(given, BaseModel) else given
@@ -175,8 +175,10 @@ def _as_response(tool_name: str, value: Any) -> ToolResponse:
         return value
     if value is None or isinstance(value, str):
         return ToolResponse(text=value)
+    if not isinstance(value, dict):  # another library's ToolResponse, such as verl's
+        value = {part: getattr(value, part) for part in ToolResponse.model_fields if hasattr(value, part)} or value
     try:
-        return ToolResponse.model_validate(value, from_attributes=True)
+        return ToolResponse.model_validate(value)
     except ValidationError as error:
         raise ToolContractError(
             f"execute of tool {tool_name!r} returned a response of type {type(value).__name__}: "

@@ -17,14 +17,16 @@ import json
 import typing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar, overload
 
 import docstring_parser
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import SchemaError, to_jsonable_python
 
 from toolroll.errors import ConfigError, InvalidArguments, ToolContractError, explain
 from toolroll.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -59,6 +61,7 @@ class _Signature:
     """Validates the model's arguments; its fields carry the parameters' names as aliases, as any name is allowed there.
     """
     hidden: dict[str, inspect.Parameter]
+    hidden_types: dict[str, TypeAdapter[Any]]
 
 
 class FunctionTool(BaseTool[dict[str, Any]]):
@@ -75,10 +78,23 @@ class FunctionTool(BaseTool[dict[str, Any]]):
     ) -> None:
         self.function = function
         self._options: dict[str, Any] = {"name": name, "description": description, "threads": threads}
+        if threads < 1:
+            raise ConfigError(f"@tool(threads={threads}): at least one is needed.")
         self._threads = threads
         self._signature = _read_signature(function, name, description)
-        super().__init__({}, tool_schema or self._signature.schema)
+        super().__init__({}, self._signature.schema if tool_schema is None else tool_schema)
+        self._check_fit()
         self.__doc__ = function.__doc__
+
+    def _check_fit(self) -> None:
+        """A schema from a config must fit the function, or every call would fail."""
+        own, shown = self._signature.schema.function.parameters, self.tool_schema.function.parameters
+        known, offered, needed = set(own.properties or {}), set(shown.properties or {}), set(own.required or [])
+        if not needed <= offered <= known:
+            raise ConfigError(
+                f"The tool_schema of {self.name!r} doesn't fit the function: it has the parameters {sorted(offered)}, "
+                f"the function takes {sorted(known)} and needs {sorted(needed)}."
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -88,7 +104,7 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         return FunctionTool(self.function, **self._options, tool_schema=tool_schema)
 
     def new_state(self, **create_kwargs: Any) -> dict[str, Any]:
-        return {"state": {}, **create_kwargs}
+        return {**self._typed(create_kwargs), "state": {}}
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         carried = {"instance_id": instance_id, **self.state(instance_id), **kwargs}
@@ -96,10 +112,13 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         if inspect.iscoroutinefunction(self.function):
             returned = await self.function(**arguments)
         else:
-            call = partial(contextvars.copy_context().run, self.function, **arguments)
+            call = partial(contextvars.copy_context().run, _call, self.function, arguments)
             returned = await asyncio.get_running_loop().run_in_executor(self._pool, call)
+            returned = await returned if inspect.isawaitable(returned) else returned
+        if isinstance(returned, tuple) and len(returned) == 3:
+            return as_result(self.name, (_as_response(self.name, returned[0]), *returned[1:]))
         if isinstance(returned, tuple):
-            return as_result(self.name, returned)
+            raise ToolContractError(f"Tool {self.name!r} returned a tuple that is not (response, reward, metrics).")
         return ToolResult(_as_response(self.name, returned), None, {})
 
     def _visible(self, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +135,17 @@ class FunctionTool(BaseTool[dict[str, Any]]):
                     f"Tool {self.name!r} needs {name!r} for every trajectory: pass it in create_kwargs."
                 )
         return {name: carried[name] for name in self._signature.hidden if name in carried}
+
+    def _typed(self, carried: dict[str, Any]) -> dict[str, Any]:
+        """What the trajectory carries, as the types that the function asks for: data sets hold "4" where 4 is meant."""
+        try:
+            types = self._signature.hidden_types
+            return {name: types[name].validate_python(v) if name in types else v for name, v in carried.items()}
+        except ValidationError as error:
+            raise ToolContractError(f"Tool {self.name!r} was created with a wrong value: {explain(error)}.") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -156,7 +186,16 @@ def tool(
     return FunctionTool(function, **options) if function is not None else partial(FunctionTool, **options)
 
 
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except StopIteration as error:  # a future can't hold one: whoever awaits it would wait for ever
+        raise RuntimeError("StopIteration") from error
+
+
 def _read_signature(function: Callable[..., Any], name: str | None, description: str | None) -> _Signature:
+    if not inspect.isroutine(function):
+        raise ConfigError(f"@tool takes a function, not {function!r:.80}.")
     name = name or function.__name__
     doc = docstring_parser.parse(inspect.getdoc(function) or "", style=docstring_parser.DocstringStyle.GOOGLE)
     description = (description or doc.description or "").strip()
@@ -171,34 +210,55 @@ def _read_signature(function: Callable[..., Any], name: str | None, description:
 
     fields: dict[str, Any] = {}
     hidden: dict[str, inspect.Parameter] = {}
+    hidden_types: dict[str, TypeAdapter[Any]] = {}
     hints = _type_hints(function, name)
     for parameter in parameters.values():
         hint = _checked_hint(parameter, hints, name)
-        if any(isinstance(mark, _HiddenMark) for mark in getattr(hint, "__metadata__", ())):
+        if _is_hidden(hint):
             hidden[parameter.name] = parameter
-            continue
-        default = ... if parameter.default is parameter.empty else parameter.default
-        about = Field(default, alias=parameter.name, description=" ".join(told.get(parameter.name, "").split()) or None)
-        fields[f"field_{len(fields)}"] = (hint, about)
+            if parameter.name not in ("state", "instance_id"):  # ours, not the data set's
+                hidden_types[parameter.name] = _type_adapter(hint)
+        else:
+            fields[f"field_{len(fields)}"] = _field(parameter, hint, told.get(parameter.name, ""))
 
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters_schema = _parameters_schema(arguments)
-    except PydanticUserError as error:
-        raise ConfigError(
-            f"Tool {name!r} has a parameter whose type no JSON Schema can say: {error.message}"
-        ) from error
+    except (PydanticUserError, SchemaError) as error:
+        raise ConfigError(f"Tool {name!r} has a parameter whose type no JSON Schema can say: {error}") from error
     schema = {
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters_schema},
     }
-    return _Signature(OpenAIFunctionToolSchema.model_validate(schema), arguments, hidden)
+    return _Signature(OpenAIFunctionToolSchema.model_validate(schema), arguments, hidden, hidden_types)
+
+
+def _is_hidden(hint: Any) -> bool:
+    """Whether the mark is on the annotation or anywhere in it, as in `Hidden[str] | None`."""
+    marked = any(isinstance(mark, _HiddenMark) for mark in getattr(hint, "__metadata__", ()))
+    return marked or any(_is_hidden(part) for part in typing.get_args(hint))
+
+
+def _type_adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # a model, which brings its own config
+        return TypeAdapter(hint)
+
+
+def _field(parameter: inspect.Parameter, hint: Any, told: str) -> Any:
+    """The pydantic field of a parameter: type, default (or a `Field(…)` in its place), and what the docstring says."""
+    about: dict[str, Any] = {"description": " ".join(told.split())} if told else {}
+    if isinstance(parameter.default, FieldInfo):
+        return Annotated[hint, parameter.default], Field(alias=parameter.name, **about)
+    default = ... if parameter.default is parameter.empty else parameter.default
+    return hint, Field(default, alias=parameter.name, **about)
 
 
 def _type_hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
-    except NameError as error:
+    except (NameError, SyntaxError) as error:
         raise ConfigError(
             f"An annotation of tool {name!r} can't be resolved ({error}): define the type at the top of its module."
         ) from error
@@ -250,16 +310,8 @@ def _as_response(tool_name: str, value: Any) -> ToolResponse:
     if isinstance(value, str):
         return ToolResponse(text=value)
     try:
-        return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=_jsonable))
+        return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=to_jsonable_python))
     except (TypeError, ValueError) as error:
         raise ToolContractError(
             f"Tool {tool_name!r} returned {type(value).__name__}, which JSON can't say: {error}."
         ) from error
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"{type(value).__name__} is not JSON: return a str, a dict or a ToolResponse")

@@ -48,7 +48,7 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
         ToolSettings.read(self.config)
 
     def new_state(self, ground_truth: str | float) -> Gsm8kState:
-        return Gsm8kState(str(ground_truth))
+        return Gsm8kState(gsm8k.parse_ground_truth(ground_truth))
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         state = self.state(instance_id)

@@ -17,11 +17,11 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from yaml import YAMLError
 
 from toolroll.errors import ConfigError, did_you_mean, explain
@@ -50,7 +50,9 @@ class ToolEntry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     class_name: str
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)] = Field(
+        default_factory=dict
+    )
     tool_schema: dict[str, Any] | None = None
 
 
@@ -143,7 +145,7 @@ def import_by_name(dotted: str) -> Any:
             else "install it"
         )
         raise ConfigError(f"there is no module {error.name!r} for it: {remedy}.") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
     try:
         return getattr(module, attribute)
