@@ -1,0 +1,1 @@
+"""How many may be in flight, over the whole cluster."""
