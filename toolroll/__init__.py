@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolroll.errors import ConfigError, Fault, InfraFault, PolicyFault, fault_of
+    from toolroll.limiter.limiter import Limiter, LocalLimiter, get_limiter
     from toolroll.schemas import Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
     from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
     from toolroll.tools.function_tool import Hidden, tool
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "toolroll.errors": ["ConfigError", "Fault", "InfraFault", "PolicyFault", "fault_of"],
+    "toolroll.limiter.limiter": ["Limiter", "LocalLimiter", "get_limiter"],
     "toolroll.schemas": ["Message", "OpenAIFunctionToolSchema", "ToolCall", "ToolResponse"],
     "toolroll.tools.base_tool": ["BaseTool", "ToolResult", "ToolSettings"],
     "toolroll.tools.function_tool": ["Hidden", "tool"],
@@ -31,6 +33,8 @@ __all__ = [
     "Fault",
     "Hidden",
     "InfraFault",
+    "Limiter",
+    "LocalLimiter",
     "Message",
     "OpenAIFunctionToolSchema",
     "PolicyFault",
@@ -40,6 +44,7 @@ __all__ = [
     "ToolResult",
     "ToolSettings",
     "fault_of",
+    "get_limiter",
     "initialize_tools_from_config",
     "tool",
 ]

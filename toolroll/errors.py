@@ -66,6 +66,14 @@ class InfraFault(ToolrollError):
     """Something that the model had no part in failed. A tool raises it when a service that it needs is down."""
 
 
+class SlotTimeout(InfraFault):
+    """The limit was reached, and no slot came free before the deadline."""
+
+
+class LimiterUnavailable(InfraFault):
+    """The lease on the cluster's limit ran out and the limiter could not be reached before the deadline."""
+
+
 class ToolContractError(InfraFault):
     """A tool did what BaseTool forbids, e.g. returned a reward that is no number. Its author has to mend it."""
 
