@@ -1,5 +1,7 @@
 """What every test shares: which toolroll is under test, and how hard hypothesis looks."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,18 @@ def pytest_report_header() -> str:
 def root() -> Path:
     """The checkout: examples, docs and benchmarks are used from there."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """A real Ray, with this process as a driver. Its address."""
+    import ray
+
+    # Ray's workers and the other drivers must find the peers that the tests compare with.
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(ROOT / "benchmarks"), prepend=os.pathsep)
+    context = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    patch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
+    yield os.environ["RAY_ADDRESS"]
+    ray.shutdown()
+    patch.undo()

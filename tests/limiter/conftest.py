@@ -1,0 +1,88 @@
+"""A counting server, and processes that load it."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+class Server:
+    """The counting server, seen from here."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = host, port
+
+    def stats(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.address[0]}:{self.address[1]}/stats", timeout=20) as answer:
+            return dict(json.load(answer))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, HERE / "counting_server.py", "127.0.0.1", str(port)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    yield Server("127.0.0.1", port)
+    process.kill()
+    process.communicate()
+
+
+class Load:
+    """A process that loads the server."""
+
+    def __init__(self, process: "subprocess.Popen[str]", name: str) -> None:
+        self.process, self.name = process, name
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def kill(self) -> float:
+        """kill -9, and when that was."""
+        self.process.kill()
+        return time.time()
+
+    def result(self, timeout: float = 90) -> dict[str, Any]:
+        out, err = self.process.communicate(timeout=timeout)
+        assert self.process.returncode == 0, err
+        return dict(json.loads(out.strip().splitlines()[-1]))
+
+
+DEFAULTS = {"limit": 32, "concurrency": 32, "ms": 20, "hold": 0.4, "patience": 30, "seconds": 5, "ttl": 10.0}
+
+
+@pytest.fixture
+def load(cluster: str, server: Server, request: pytest.FixtureRequest) -> Iterator[Callable[..., Load]]:
+    started: list[Load] = []
+
+    def start(**job: Any) -> Load:
+        name = f"load{len(started)}"
+        job = {**DEFAULTS, "resource": request.node.name, "server": server.address, "name": name, **job}
+        process = subprocess.Popen(
+            [sys.executable, HERE / "load.py", json.dumps(job)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(Load(process, name))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()

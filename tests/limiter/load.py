@@ -1,0 +1,103 @@
+"""A process that uses the limiter as a rollout would: many coroutines, each a slot, each an HTTP request in it.
+
+    python load.py '{"resource": …, "limit": …, "server": [host, port], "name": …, "concurrency": …, "ms": …, …}'
+
+Prints `ready` when it is under way and watched, and at the end one JSON line of what it did.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import ray
+
+from toolroll.errors import LimiterUnavailable, SlotTimeout
+from toolroll.limiter.cluster import ClusterLimiter
+
+outcomes: Counter[str] = Counter()
+connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+longest_gap = last_done = 0.0
+
+
+async def request(job: dict[str, Any], until: float) -> str:
+    """One request on a kept connection; as a client with a deadline would do it."""
+    reader, writer = connections.pop() if connections else await asyncio.open_connection(*job["server"])
+    path = f"/work?ms={job['ms']}&by={job['name']}&until={until}"
+    writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+    try:
+        async with asyncio.timeout(until - time.time()):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.split(b"Content-Length: ")[1]))
+    except BaseException:
+        writer.close()
+        raise
+    connections.append((reader, writer))
+    return "done" if b" 200 " in head else "refused"
+
+
+async def finished(work: Coroutine[Any, Any, str]) -> str:
+    """What the work gives. If this is cancelled, it waits for the work first: a slot is in use as long as that runs."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+async def trajectory(limiter: ClusterLimiter, job: dict[str, Any], end: float) -> None:
+    global longest_gap, last_done
+    while time.monotonic() < end:
+        try:
+            async with limiter.slot(deadline=time.monotonic() + job["patience"], hold=job["hold"]):
+                outcomes[await finished(request(job, time.time() + job["hold"]))] += 1
+                if last_done:
+                    longest_gap = max(longest_gap, time.monotonic() - last_done)
+                last_done = time.monotonic()
+        except (SlotTimeout, LimiterUnavailable, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            outcomes[type(error).__name__] += 1
+            await asyncio.sleep(0.05)
+
+
+async def storm(tasks: "list[asyncio.Task[None]]", limiter: ClusterLimiter, job: dict[str, Any], end: float) -> None:
+    """Cancel trajectories at random, and begin others in their place."""
+    while time.monotonic() < end - 0.5:
+        await asyncio.sleep(0.01)
+        for number in random.sample(range(len(tasks)), len(tasks) // 4):
+            tasks[number].cancel()
+            tasks[number] = asyncio.create_task(trajectory(limiter, job, end))
+
+
+async def main() -> None:
+    job = json.loads(sys.argv[1])
+    limiter = ClusterLimiter(job["resource"], job["limit"], job["ttl"])
+    end = time.monotonic() + job["seconds"]
+    tasks = [asyncio.create_task(trajectory(limiter, job, end)) for _ in range(job["concurrency"])]
+    while not (outcomes and limiter.watched):
+        await asyncio.sleep(0.01)
+    print("ready", flush=True)
+    if job.get("storm"):
+        await storm(tasks, limiter, job, end)
+    await asyncio.wait(tasks)
+    print(
+        json.dumps({**outcomes, "reports": limiter.reports, "in_use": limiter.in_use, "longest_gap": longest_gap}),
+        flush=True,
+    )
+    if not job.get("stay"):
+        limiter.close()
+
+
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+where = {"_node_ip_address": os.environ["RAY_NODES_IP"]} if "RAY_NODES_IP" in os.environ else {}
+ray.init(log_to_driver=False, logging_level="warning", **where)
+asyncio.run(main())
+with contextlib.suppress(Exception):
+    ray.shutdown()
