@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from toolroll import __version__
 from toolroll.cli.doctor import doctor
+from toolroll.cli.limiter import app as limiter_app
 from toolroll.cli.tools import app as tools_app
 from toolroll.errors import ConfigError
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(tools_app, name="tools")
+app.add_typer(limiter_app, name="limiter")
 app.command()(doctor)
 
 
