@@ -19,6 +19,7 @@ test:
 
 bench:
 	$(BIN)python benchmarks/tools.py --quick --json
+	$(BIN)python benchmarks/limiter.py --quick --json
 
 build:
 	$(BIN)python -m build

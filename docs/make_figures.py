@@ -28,7 +28,7 @@ PICTURES = {
 def table(script: str) -> str:
     """The figures of a benchmark as a Markdown table."""
     done = subprocess.run([sys.executable, script, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
-    rows = (f"| `{name}` | {value:,} |" for name, value in json.loads(done.stdout).items())
+    rows = (f"| `{name}` | {value:,} |" for name, value in json.loads(done.stdout.splitlines()[-1]).items())
     return "\n".join([f"`python {script}`:", "", "| figure | value |", "|---|---|", *rows, ""])
 
 
