@@ -3,14 +3,10 @@
 Why not `ray.cluster_utils.Cluster`: its nodes live in the test process, take the machine's outward address, leave the
 workers of a removed node to notice for themselves, and their network cannot be cut.
 
-* `PlainNodes` needs no privilege: each node has its own address in 127.77.0.0/16. All nodes see one process table, so a
-  driver must say which node is its own: `ray.init(_node_ip_address=os.environ["RAY_NODES_IP"])` (`RAY_ADDRESS` is set).
-* `NetnsNodes` needs root: each host has its own network, process and mount namespace; the hosts are joined by a bridge
-  in a namespace too. Nothing has a name outside: the kernel ends a namespace with its first process, and that one dies
-  with the test process. So a crashed run (even after SIGKILL) leaves nothing, and runs side by side cannot clash.
-
-A driver in the test process itself needs `auth="disabled"`, or `.env` in `os.environ` before the first `import ray`.
-Start either form from a thread that lives as long as the cluster: the parent-death signal goes by thread, not process.
+Needs root: each host has its own network, process and mount namespace; the hosts are joined by a bridge in a namespace
+too. Nothing has a name outside: the kernel ends a namespace with its first process, and that one dies with the test
+process. So a crashed run leaves no process and no interface, and runs side by side cannot clash. Start it from a thread
+that lives as long as the cluster: the parent-death signal goes by thread, not process.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,7 +35,6 @@ FAST_FAILURE: Mapping[str, str] = {
 }
 """With these the GCS gives up on a silent node after some seconds, instead of Ray's half a minute."""
 
-_PREFIX = "rn-"
 _SWITCH = -1
 _DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _NEW_HOST = ("unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -64,31 +57,19 @@ class Host:
         return f"node{self.index}"
 
 
-class RayNodes:
-    """What both forms share: start nodes, run scripts on a host, kill a host, clean up. A context manager."""
+class NetnsNodes:
+    """A head and some workers, each at 10.77.0.x with a cable to a common switch that a test can pull."""
 
-    def __init__(
-        self,
-        workers: int = 2,
-        *,
-        num_cpus: int = 2,
-        object_store_bytes: int = 80_000_000,
-        env: Mapping[str, str] = FAST_FAILURE,
-        auth: str = "token",
-    ) -> None:
-        """Describe a cluster of a head and some workers; `env` goes to all nodes and scripts, `auth` is Ray's mode."""
+    def __init__(self, workers: int = 2, *, num_cpus: int = 2, env: Mapping[str, str] = FAST_FAILURE) -> None:
         self.num_cpus = num_cpus
-        self.object_store_bytes = object_store_bytes
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and "proxy" not in k.lower()}
-        # Ray's servers listen on every interface, so that without a token a neighbour could run code in the plain form.
-        token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if auth == "token" else {}
-        self.env: dict[str, str] = {**inherited, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": auth, **token, **env}
-        self._port = _free_port()
-        self.hosts = [Host(i, self._ip(i)) for i in range(workers + 1)]
+        ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.env: dict[str, str] = {**inherited, **ours, **env}
+        self._port = 6379
+        self.hosts = [Host(index, f"10.77.0.{index + 1}") for index in range(workers + 1)]
         self._first: dict[int, subprocess.Popen[str]] = {}
-        _sweep()
         # Short, because Ray's unix sockets live below it, and the path of one has 107 bytes at most.
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
+        self.directory = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
 
     @property
     def head(self) -> Host:
@@ -114,16 +95,18 @@ class RayNodes:
 
     def start_node(self, host: Host) -> None:
         """Start a host's Ray node, also anew (after `kill_node`, or after it ended itself); wait till it is up."""
+        if _SWITCH not in self._first:
+            self._first[_SWITCH] = _first_process(["unshare", "--net"])
+            self._ip_command(_SWITCH, "link add name bridge up type bridge")
         self._boot(host)
         joining = [f"--address={self.address}"]
-        leading = ["--head", f"--port={self._port}", f"--ray-client-server-port={_free_port()}"]
+        leading = ["--head", f"--port={self._port}"]
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.ip}"),
             *([*leading, "--include-dashboard=false", "--no-monitor"] if host is self.head else joining),
-            *(f"--temp-dir={self.directory}/{host.index}", f"--object-store-memory={self.object_store_bytes}"),
+            *(f"--temp-dir={self.directory}/{host.index}", "--object-store-memory=80000000"),
             *(f"--num-cpus={self.num_cpus}", "--num-gpus=0", f"--resources={json.dumps({host.resource: 100})}"),
-            # Ports of the kernel's choice, since in the plain form most of them are bound on every interface.
-            *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
+            *("--min-worker-port=0", "--max-worker-port=0"),
             "--include-log-monitor=false",
         ]
         # Into a file, not a pipe: the daemons inherit it, and reading a pipe to its end would wait for theirs.
@@ -155,63 +138,6 @@ class RayNodes:
             raise RuntimeError(f"{args} on host {host.index} ended with {process.returncode}:\n{output}")
         return output
 
-    def pids(self, host: Host) -> list[int]:
-        """The processes of a host, by their numbers in the test process's own process namespace."""
-        raise NotImplementedError
-
-    def kill_node(self, host: Host) -> None:
-        """Kill -9 everything on the host at once (Ray, workers, scripts), as when its power fails; fine if dead."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End every process of the cluster and remove its files; fine to call twice, or after a failed start."""
-        with ExitStack() as stack:  # it goes on after an error, to leave as little as can be
-            stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
-            for host in self.hosts:
-                stack.callback(self.kill_node, host)
-
-    def _ip(self, index: int) -> str:
-        raise NotImplementedError
-
-    def _boot(self, host: Host) -> None:
-        """Make a host ready to run processes."""
-
-    def _spawn(self, host: Host, args: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[str]:
-        raise NotImplementedError
-
-
-class PlainNodes(RayNodes):
-    """All nodes in the machine's own namespaces, on loopback; a host is a set of process sessions."""
-
-    def pids(self, host: Host) -> list[int]:
-        return _members(_read(self._sessions(host)).split())
-
-    def kill_node(self, host: Host) -> None:
-        _kill(lambda: self.pids(host))
-        self._sessions(host).unlink(missing_ok=True)
-
-    def _sessions(self, host: Host) -> Path:
-        return self.directory / f"sessions{host.index}"
-
-    def _ip(self, index: int) -> str:
-        return f"127.77.{self._port % 250 + 1}.{index + 1}"
-
-    def _spawn(self, host: Host, args: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[str]:
-        process = _popen([*_DIE_WITH_PARENT, *args], env, output)
-        with self._sessions(host).open("a") as sessions:
-            sessions.write(f"{process.pid}\n")
-        return process
-
-
-class NetnsNodes(RayNodes):
-    """Every host in namespaces of its own, at 10.77.0.x, with a cable to a common switch that a test can pull."""
-
-    def start_node(self, host: Host) -> None:
-        if _SWITCH not in self._first:
-            self._first[_SWITCH] = _first_process(["unshare", "--net"])
-            self._ip_command(_SWITCH, "link add name bridge up type bridge")
-        super().start_node(host)
-
     def cut(self, host: Host) -> None:
         """Pull the host's cable. It is pulled at the switch, so that the host's addresses and routes stay."""
         self._ip_command(_SWITCH, f"link set port{host.index} down")
@@ -219,10 +145,6 @@ class NetnsNodes(RayNodes):
     def heal(self, host: Host) -> None:
         """Plug the host's cable in again; TCP may still wait for its next retransmission."""
         self._ip_command(_SWITCH, f"link set port{host.index} up")
-
-    def pids(self, host: Host) -> list[int]:
-        first = self._first.get(host.index)
-        return _in_namespace(os.readlink(f"/proc/{first.pid}/ns/net")) if first and first.poll() is None else []
 
     def kill_node(self, host: Host) -> None:
         """Kill -9 everything on the host at once; its cable goes first, so that no socket can say farewell."""
@@ -238,15 +160,14 @@ class NetnsNodes(RayNodes):
         _kill(lambda: _in_namespace(namespace))
 
     def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if switch := self._first.pop(_SWITCH, None):
-                switch.kill()
-                switch.communicate()
-
-    def _ip(self, index: int) -> str:
-        return f"10.77.0.{index + 1}"
+        """End every process of the cluster and remove its files; fine to call twice, or after a failed start."""
+        with ExitStack() as stack:  # it goes on after an error, to leave as little as can be
+            stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            if switch := self._first.get(_SWITCH):
+                stack.callback(switch.communicate)
+                stack.callback(switch.kill)
+            for host in self.hosts:
+                stack.callback(self.kill_node, host)
 
     def _boot(self, host: Host) -> None:
         if host.index in self._first:
@@ -307,12 +228,6 @@ def _first_process(unshare: Sequence[str]) -> subprocess.Popen[str]:
     return process
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode(errors="replace")
@@ -325,10 +240,6 @@ def _stats() -> dict[int, list[str]]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     stats = {pid: _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:4] for pid in pids}
     return {pid: stat for pid, stat in stats.items() if stat and stat[0] != "Z"}
-
-
-def _members(sessions: Sequence[str]) -> list[int]:
-    return [pid for pid, stat in _stats().items() if stat[3] in sessions]
 
 
 def _in_namespace(link: str) -> list[int]:
@@ -354,15 +265,3 @@ def _kill(find: Callable[[], list[int]]) -> None:
                 except ProcessLookupError:
                     continue
         time.sleep(0.02)
-
-
-def _sweep() -> None:
-    """End the plain nodes and remove the files of runs whose test process is gone."""
-    for left in Path("/tmp").glob(f"{_PREFIX}[0-9]*-*"):
-        if Path(f"/proc/{left.name.removeprefix(_PREFIX).partition('-')[0]}").exists():
-            continue
-        for session in " ".join(_read(path) for path in left.glob("sessions*")).split():
-            # The number may be a stranger's by now; in a session of ours, Ray's own processes name the directory.
-            if any(str(left) in _read(Path(f"/proc/{pid}/cmdline")) for pid in _members([session])):
-                _kill(partial(_members, [session]))
-        shutil.rmtree(left, ignore_errors=True)
