@@ -105,13 +105,16 @@ class TokenBucketWorker:
     def _drop(self, holder: str) -> None:
         """An answer that is owed no longer."""
         if owed := self._open.pop(holder, None):
-            owed[0].set_result(None)
+            _settle(owed[0], None)
 
     async def _run(self) -> None:
         while True:
             began = time.monotonic()
             self._news.clear()
-            self._tick(began)
+            try:
+                self._tick(began)
+            except Exception:  # a tick that fails must not be the last one
+                logger.exception("%s: dividing failed", self._resource)
             took = time.monotonic() - began
             await asyncio.sleep(max(TICK, 9 * took))
             try:
@@ -127,7 +130,12 @@ class TokenBucketWorker:
                 self._drop(holder)
             elif lease := self._ledger.answer(holder, now, due=now >= due):
                 del self._open[holder]
-                answer.set_result(lease)
+                _settle(answer, lease)
+
+
+def _settle(answer: asyncio.Future[Lease | None], lease: Lease | None) -> None:
+    if not answer.done():  # it is, where Ray has cancelled the call of a process that died
+        answer.set_result(lease)
 
 
 def token_bucket(

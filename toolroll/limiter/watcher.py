@@ -38,7 +38,8 @@ def birth(pid: int) -> str:
 class NodeWatcher:
     """Watches processes of one node. Ray makes the actor of it; see `node_watcher`."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: float = IDLE) -> None:
+        self._idle = idle
         self._watched: set[str] = set()
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -47,9 +48,9 @@ class NodeWatcher:
         if holder in self._watched:
             return True
         try:
-            descriptor = os.pidfd_open(pid)
             if birth(pid) != born:
                 raise ProcessLookupError("another process has its number")
+            descriptor = os.pidfd_open(pid)
         except OSError as error:
             logger.warning("process %d can't be watched (%s): if it dies, its lease must run out first", pid, error)
             return False
@@ -77,11 +78,11 @@ class NodeWatcher:
         else:
             logger.warning("the limiter of %s could not be told that %s is dead", resource, holder)
         self._watched.discard(holder)
-        asyncio.get_running_loop().call_later(IDLE, self._end_if_idle)
+        asyncio.get_running_loop().call_later(self._idle, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
         if not self._watched:
-            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+            ray.kill(ray.get_runtime_context().current_actor)
 
 
 def node_watcher() -> ActorHandle[NodeWatcher]:
