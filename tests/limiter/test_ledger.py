@@ -343,6 +343,16 @@ def test_leases_last_longer_where_holders_are_many() -> None:
     assert network.ledger.ttl >= 3 * network.ledger.renewal
 
 
+def test_a_report_that_comes_late_or_twice_is_void() -> None:
+    ledger, holder = Ledger(8), Allowance("h")
+    early = holder.report(0.0, in_use=0, wants=0, hold=1.0)
+    latest = holder.report(0.1, in_use=6, wants=6, hold=1.0)
+    assert ledger.report(latest, 0.2)
+    assert not ledger.report(early, 0.3)
+    assert not ledger.report(latest, 0.4)
+    assert (ledger.reserved, ledger.holders["h"].heard) == (6, 0.2)
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_only_the_answer_to_the_latest_report_renews(late: bool) -> None:
     ledger, holder = Ledger(8), Allowance("h")

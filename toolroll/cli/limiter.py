@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,6 +69,9 @@ def set_(
 
 
 def _connect(address: str) -> None:
+    if (Path.home() / ".ray" / "auth_token").exists():
+        # Ray secures clusters with this token by default, but a client shows it only if it is told to.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError as error:
