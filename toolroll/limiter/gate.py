@@ -31,6 +31,10 @@ HOLD_MEMORY = 60.0
 """Seconds for which the longest `hold` is remembered, so that the next of its kind needn't be announced again."""
 
 
+ROOM = 1.05
+"""How much longer than what was asked for is announced: deadlines a moment apart need no new announcement each."""
+
+
 class Waiter:
     """Somebody in the queue. `wake` is called once, when the slot is theirs and its `key` is set."""
 
@@ -111,8 +115,8 @@ class Gate:
         with self._lock:
             now = time.monotonic()
             in_use, wants = len(self._ends), len(self._ends) + self._waiting
-            hold = max([self._longest.asked(now), *(end - now for end in self._ends.values())])
-            hold = max(hold, self._queue[0].hold) if self._queue else hold
+            asked = max(self._longest.asked(now), self._queue[0].hold if self._queue else 0.0)
+            hold = max([ROOM * asked, *(end - now for end in self._ends.values())])
             self._reported = in_use, wants
             return self._allowance.report(now, in_use=in_use, wants=wants, hold=hold)
 
@@ -181,7 +185,10 @@ class Gate:
             if not waiter.left:
                 self._waiting -= 1
                 self._begin(waiter, now)
-                waiter.wake()
+                try:
+                    waiter.wake()
+                except RuntimeError:  # its event loop was closed while it waited: nobody is there to take the slot
+                    self._ends.pop(waiter.key or 0, None)
 
 
 class LongestAsked:
@@ -296,8 +303,7 @@ class Slot:
         if self._waiter.key is not None:
             return
         self._gate.leave(self._waiter)
-        if self._waiter.key is not None:  # given at the last moment, and given back
-            self._waiter.key = None
+        self._waiter.key = None  # if it was given at the last moment, it has just been given back
         gate = self._gate
         if gate.lapsed:
             raise LimiterUnavailable(
