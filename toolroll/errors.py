@@ -74,6 +74,14 @@ class LimiterUnavailable(InfraFault):
     """The lease on the cluster's limit ran out and the limiter could not be reached before the deadline."""
 
 
+class SandboxUnavailable(InfraFault):
+    """The sandbox could not be reached, was full, or failed, until the retries or the deadline ran out."""
+
+
+class SandboxRefused(InfraFault):
+    """The sandbox won't have this request, however often it is sent: a limit, a missing language, a wrong token."""
+
+
 class ToolContractError(InfraFault):
     """A tool did what BaseTool forbids, e.g. returned a reward that is no number. Its author has to mend it."""
 

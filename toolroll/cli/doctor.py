@@ -6,11 +6,11 @@ needs can fail; the rest are parts that one may do without.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +24,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from toolroll.errors import ConfigError, MissingExtra
 
 
 class Finding(StrEnum):
@@ -46,7 +48,15 @@ class Check:
     remedy: str = ""
 
 
-PACKAGES = {"ray": "ray", "transformers": "rollout", "textual": "viewer", "mcp": "mcp"}
+PACKAGES = {
+    "ray": "ray",
+    "transformers": "rollout",
+    "pyseccomp": "sandbox",
+    "prometheus-client": "sandbox",
+    "ipython": "sandbox",
+    "textual": "viewer",
+    "mcp": "mcp",
+}
 """Packages that parts of toolroll stand on, and the extra that brings each."""
 
 
@@ -81,7 +91,7 @@ def examine() -> Iterator[Check]:
     yield _landlock()
     yield _seccomp()
     yield _cgroup()
-    yield _program("bwrap", "bubblewrap", "sandboxed languages other than Python")
+    yield _sandbox()
 
 
 def _python() -> Check:
@@ -98,10 +108,21 @@ def _package(name: str, extra: str) -> Check:
         return Check(name, Finding.MISSING, "not installed", f"pip install 'toolroll[{extra}]'")
 
 
-def _program(command: str, package: str, needed_for: str) -> Check:
-    if found := shutil.which(command):
-        return Check(package, Finding.OK, found)
-    return Check(package, Finding.MISSING, "not installed", f"install {package} for {needed_for}")
+def _sandbox() -> Check:
+    """What `toolroll sandbox serve` would do here, tried out."""
+    try:
+        from toolroll.sandbox.server import tier
+        from toolroll.sandbox.server.server import prefixes
+        from toolroll.sandbox.server.settings import ServerSettings
+
+        settings = ServerSettings()
+        readable = tier.readable_paths(settings.python, prefixes(settings.python), [])
+        found = asyncio.run(tier.find(settings, readable))
+    except MissingExtra as error:
+        return Check("sandbox", Finding.MISSING, "not installed", str(error))
+    except ConfigError as error:
+        return Check("sandbox", Finding.MISSING, "programs can't be isolated", str(error))
+    return Check("sandbox", Finding.OK, f"tier {found.tier}", "; ".join(found.notes))
 
 
 def _user_namespaces() -> Check:

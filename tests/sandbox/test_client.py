@@ -1,0 +1,687 @@
+"""Whatever a server does: a typed result, or an error of the infrastructure's, by the deadline."""
+
+import asyncio
+import json
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sandbox_fusion.models import RunCodeRequest, RunJupyterRequest
+from strategies import JSON
+
+from sandbox.fault_server import SUCCESS, Behaviour, FaultServer, after, answer, drip, hang, program, raw, whole
+from toolroll.errors import ConfigError, Fault, InfraFault, SandboxRefused, SandboxUnavailable
+from toolroll.sandbox import call as call_module
+from toolroll.sandbox import protocol
+from toolroll.sandbox.client import SandboxClient, run_code
+from toolroll.sandbox.execution import Execution, Notebook, Outcome
+
+SLACK = 0.15
+"""Seconds over the deadline that are put down to a noisy machine."""
+SANDBOX_ERROR = {"status": "SandboxError", "message": "no cgroup left"}
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def run_against(*script: Behaviour, seconds: float = 5.0, **options: Any) -> tuple[Execution, FaultServer]:
+    async with FaultServer(script) as server, SandboxClient(server.url) as client:
+        return await client.run("print(1 + 1)", deadline=soon(seconds), **options), server
+
+
+async def unavailable(call: Awaitable[Any], within: float) -> str:
+    """The message of the SandboxUnavailable that comes within so many seconds."""
+    began = time.monotonic()
+    with pytest.raises(SandboxUnavailable) as caught:
+        await call
+    assert time.monotonic() - began < within + SLACK
+    return str(caught.value)
+
+
+@pytest.fixture
+async def black_hole() -> AsyncIterator[str]:
+    """An address that takes no connection and refuses none: its queue is full, and nobody accepts."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    fillers = []
+    for _ in range(4):
+        filler = socket.socket()
+        filler.setblocking(False)
+        filler.connect_ex(listener.getsockname())
+        fillers.append(filler)
+    await asyncio.sleep(0.05)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    for one in (listener, *fillers):
+        one.close()
+
+
+# What a program did
+
+
+async def test_a_program_that_runs() -> None:
+    execution, server = await run_against(answer(), stdin="3", files={"data/in.bin": b"\x00\xff"})
+    assert (execution.outcome, execution.fault, execution.stdout) == (Outcome.OK, None, "2\n")
+    assert (execution.return_code, execution.execution_time) == (0, 0.01)
+    assert (execution.endpoint, execution.attempts) == (server.url, 1)
+    assert (execution.queue_time, execution.session_is_new) == (None, None), "SandboxFusion doesn't say"
+    assert execution.run_result is not None
+    assert execution.run_result.stdout == "2\n"
+
+
+COMPILED = {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""}
+FAULTS: list[tuple[dict[str, Any], Outcome]] = [
+    (program(return_code=1, stderr="NameError"), Outcome.FAILED),
+    (program(return_code=-11), Outcome.FAILED),
+    (program(status="TimeLimitExceeded", return_code=None), Outcome.TIMEOUT),
+    (program(return_code=-9, memory_exceeded=True), Outcome.OUT_OF_MEMORY),
+    ({"status": "Failed", "compile_result": {**COMPILED, "return_code": 1}}, Outcome.COMPILE_FAILED),
+    ({"status": "Failed", "compile_result": {"status": "TimeLimitExceeded"}}, Outcome.COMPILE_TIMEOUT),
+    ({**program(return_code=2), "compile_result": COMPILED}, Outcome.FAILED),
+    ({"status": "Failed", "message": "", "run_result": None}, Outcome.FAILED),
+]
+
+
+@pytest.mark.parametrize(("body", "outcome"), FAULTS)
+async def test_the_programs_own_failure_is_the_policys_and_never_tried_again(body: Any, outcome: Outcome) -> None:
+    execution, server = await run_against(answer(body=body))
+    assert (execution.outcome, execution.fault) == (outcome, Fault.POLICY)
+    assert len(server.requests) == execution.attempts == 1
+
+
+async def test_a_success_without_a_result() -> None:
+    execution, _ = await run_against(answer(body={"status": "Success", "message": "", "run_result": None}))
+    assert (execution.outcome, execution.stdout, execution.return_code) == (Outcome.OK, "", None)
+
+
+async def test_what_our_server_adds() -> None:
+    body = {
+        **program(stdout_truncated=True, cpu_time=0.2),
+        "status": "Success",
+        "queue_time": 0.5,
+        "files": {"a": "AP8="},
+    }
+    execution, _ = await run_against(answer(body={**body, "session_is_new": True}), session_id="s", fetch_files=["a"])
+    assert execution.files == {"a": b"\x00\xff"}
+    assert (execution.stdout_truncated, execution.stderr_truncated) == (True, False)
+    assert (execution.queue_time, execution.session_is_new) == (0.5, True)
+
+
+async def test_the_compilers_output_where_the_program_was_not_reached() -> None:
+    compiled = {**COMPILED, "return_code": 1, "stderr": "expected ';'"}
+    execution, _ = await run_against(answer(body={"status": "Failed", "compile_result": compiled}), language="cpp")
+    assert (execution.stderr, execution.return_code) == ("expected ';'", 1)
+
+
+async def test_a_lone_surrogate_in_an_answer_is_the_programs() -> None:
+    body = json.dumps(program()).replace("2\\n", "\\ud800").encode()
+    assert (await run_against(answer(body=body)))[0].stdout == "�"
+
+
+# Jupyter, ping, languages
+
+
+CELL = {"stdout": "1\n", "stderr": "", "display": [], "error": []}
+RAISED = {**CELL, "error": [{"ename": "NameError", "evalue": "x", "traceback": []}]}
+DRIVER = SUCCESS["run_result"]
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        ({"status": "Success", "cells": [CELL, CELL], "driver": DRIVER}, Outcome.OK),
+        ({"status": "Success", "cells": [CELL, RAISED], "driver": DRIVER}, Outcome.FAILED),
+        ({"status": "Failed", "cells": [], "driver": {**DRIVER, "return_code": 1}}, Outcome.FAILED),  # type: ignore[dict-item]
+        ({"status": "Failed", "driver": {"status": "TimeLimitExceeded"}}, Outcome.TIMEOUT),
+        ({"status": "Failed", "driver": {"status": "Finished", "memory_exceeded": True}}, Outcome.OUT_OF_MEMORY),
+    ],
+)
+async def test_a_notebook(body: Any, outcome: Outcome) -> None:
+    async with FaultServer([answer(body=body)]) as server, SandboxClient(server.url) as client:
+        notebook = await client.run_jupyter(["print(1)", "x\ud800"], files={"a": b"b"}, cell_timeout=3)
+    assert isinstance(notebook, Notebook)
+    assert notebook.outcome is outcome
+    assert len(notebook.cells) == len(body.get("cells", []))
+    sent = RunJupyterRequest.parse_obj(server.requests[0])
+    assert (sent.cells, sent.cell_timeout, sent.files) == (["print(1)", "x�"], 3, {"a": "Yg=="})
+
+
+async def test_ping_of_either_server() -> None:
+    ours = {"ping": "pong", "version": "1", "tier": "A", "running": 1, "waiting": 2, "capacity": 3, "time": 4.0}
+    async with FaultServer([answer(body="pong"), answer(body=ours)]) as server, SandboxClient(server.url) as client:
+        assert await client.ping() == protocol.Ping()
+        assert (await client.ping()).tier == "A"
+    assert [head.split("\r\n")[0] for head in server.heads] == ["GET /v1/ping HTTP/1.1"] * 2
+
+
+async def test_languages() -> None:
+    known = {"python": {"available": True, "version": "3.11"}, "lean": {"available": False, "missing": "elan"}}
+    missing = answer(404, {"detail": "Not Found"})
+    async with FaultServer([answer(body=known), missing]) as server, SandboxClient(server.url) as client:
+        assert (await client.languages())["lean"].missing == "elan"
+        with pytest.raises(SandboxRefused, match="404: Not Found"):
+            await client.languages()
+
+
+# A service that fails
+
+
+async def test_a_dead_port() -> None:
+    url = closed_port()
+    async with SandboxClient(url) as client:
+        said = await unavailable(client.run("1", deadline=soon(0.6)), within=0.6)
+    assert f"{url}: can't be reached: ClientConnectorError" in said
+    assert "attempts: " in said
+
+
+async def test_a_black_hole(black_hole: str) -> None:
+    async with SandboxClient(black_hole) as client:
+        said = await unavailable(client.run("1", deadline=soon(0.5)), within=0.5)
+    assert black_hole in said
+
+
+HALF = whole()[:-20]
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        pytest.param(hang(), id="never answers"),
+        pytest.param(hang(HALF), id="half a body, then nothing"),
+        pytest.param(hang(HALF[:30]), id="half a head, then nothing"),
+        pytest.param(raw(b""), id="closes at once"),
+        pytest.param(raw(HALF), id="half a body, then closes"),
+        pytest.param(raw(HALF[:30]), id="half a head, then closes"),
+        pytest.param(drip(whole(), 0.02), id="drips"),
+        pytest.param(drip(b"HTTP/1.1 100 Continue\r\n\r\n" * 100, 0.001), id="continue, continue, …"),
+        pytest.param(raw(b"HTTP/1.1 200 OK\r\n\r\n" + whole()[60:90]), id="half a body of unknown length"),
+    ],
+)
+@pytest.mark.parametrize("big", [False, True])
+async def test_silence_and_halves(behaviour: Behaviour, big: bool) -> None:
+    async with FaultServer([behaviour]) as server, SandboxClient(server.url) as client:
+        files = {"big": bytes(2**22)} if big else {}
+        said = await unavailable(client.run("1", files=files, deadline=soon(0.3)), within=0.3)
+        assert server.url in said
+        await server.all_closed()
+
+
+async def test_a_server_that_does_not_even_read() -> None:
+    async with FaultServer(reads=False) as server, SandboxClient(server.url) as client:
+        await unavailable(client.run("1", files={"big": bytes(2**24)}, deadline=soon(0.5)), within=0.5)
+        await asyncio.sleep(0.01)
+        assert [task for task in asyncio.all_tasks() if "write_bytes" in repr(task)] == []
+
+
+async def test_an_endless_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "ANSWER_LIMIT", 10_000)
+    async with FaultServer([answer(body=b" " * 10_001)]) as server, SandboxClient(server.url) as client:
+        said = await unavailable(client.run("1"), within=1)
+    assert "longer than 10000 bytes" in said
+    assert len(server.requests) == 1
+
+
+async def test_an_answer_that_unfolds_into_a_huge_one_does_not() -> None:
+    behaviour = answer(body=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    async with FaultServer([behaviour]) as server, SandboxClient(server.url) as client:
+        await unavailable(client.run("1"), within=1)
+    assert "accept-encoding: identity" in server.heads[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "says"),
+    [
+        (answer(500, b"Internal Server Error"), "answered 500: Internal Server Error"),
+        (answer(302, b"", {"Location": "/elsewhere"}), "answered 302"),
+        (answer(201), "answered 201"),
+        (answer(body=b"<html>"), "no sandbox's answer"),
+        (answer(body=b'{"status": "Succ'), "no sandbox's answer"),
+        (answer(body={"status": "Splendid"}), "status"),
+        (answer(body={**SUCCESS, "files": {"a": "not base64!"}}), "no sandbox's answer"),
+        (answer(body=b"[" * 100_000), "no sandbox's answer"),
+        (raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), "no sandbox's answer"),
+    ],
+)
+async def test_an_answer_that_is_none_is_not_asked_for_again(behaviour: Behaviour, says: str) -> None:
+    async with FaultServer([behaviour]) as server, SandboxClient(server.url) as client:
+        assert says in await unavailable(client.run("1"), within=1)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (422, {"detail": [{"loc": ["body", "language"], "msg": "Input should be 'python'"}]}, "language: Input should"),
+        (400, {"detail": "too many files"}, "400: too many files"),
+        (401, {"detail": "no token"}, "no token. Is the token right?"),
+        (413, b"too large", "413: too large"),
+        (404, {"detail": {"odd": 1}}, "404: "),
+    ],
+)
+async def test_a_refusal_is_final(status: int, body: Any, says: str) -> None:
+    async with FaultServer([answer(status, body)]) as server, SandboxClient(server.url, token="t") as client:
+        with pytest.raises(SandboxRefused, match=says) as caught:
+            await client.run("1", "klingon")
+    assert isinstance(caught.value, InfraFault)
+    assert len(server.requests) == 1
+    assert "authorization: bearer t\r\n" in server.heads[0].lower()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SANDBOX_ERROR,
+        {**SUCCESS, "status": "Failed", "run_result": {"status": "Error", "stderr": "no cgroup left"}},
+    ],
+)
+async def test_a_sandbox_error_is_tried_again_and_then_raised(body: Any) -> None:
+    execution, server = await run_against(answer(body=body), answer())
+    assert (execution.outcome, execution.attempts) == (Outcome.OK, 2)
+    keys = {request["idempotency_key"] for request in server.requests}
+    assert len(keys) == 1, "the server must see that it is the same call"
+
+    async with FaultServer([answer(body=body)]) as server, SandboxClient(server.url) as client:
+        said = await unavailable(client.run("1"), within=5)
+    assert "no cgroup left (attempts: 3," in said
+    assert len(server.requests) == 3, "a program that brings servers down doesn't meet them all"
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_a_service_that_is_busy_or_down_is_tried_again(status: int) -> None:
+    execution, _ = await run_against(answer(status), answer(status), answer())
+    assert (execution.outcome, execution.attempts) == (Outcome.OK, 3)
+
+
+async def test_another_call_has_another_key() -> None:
+    async with FaultServer() as server, SandboxClient(server.url) as client:
+        await client.run("1")
+        await client.run("1")
+    first, second = server.requests
+    assert first["idempotency_key"] != second["idempotency_key"]
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+async def test_retry_after(form: str) -> None:
+    began = time.monotonic()
+    asked = "0.4" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
+    execution, _ = await run_against(answer(429, headers={"Retry-After": asked}), answer())
+    assert execution.attempts == 2
+    least, most = (0.4, 0.6) if form == "seconds" else (0.9, 2.2)
+    assert least < time.monotonic() - began < most + SLACK
+
+
+@pytest.mark.parametrize("asked", ["60", "9" * 400, "inf", formatdate(time.time() + 3600, usegmt=True)])
+async def test_retry_after_the_deadline(asked: str) -> None:
+    full = answer(429, {"detail": "full"}, {"Retry-After": asked})
+    async with FaultServer([full]) as server, SandboxClient(server.url) as client:
+        said = await unavailable(client.run("1", deadline=soon(5)), within=0.2)
+    assert "answered 429: full; it asks to be left alone for" in said
+    assert "beyond the deadline (attempts: 1, in 0.0 s)" in said
+
+
+@pytest.mark.parametrize("asked", ["", "soon", "-5", "nan", "0", "Wed, 99 Foo 2026 99:99:99 GMT"])
+async def test_a_retry_after_that_says_nothing(asked: str) -> None:
+    execution, _ = await run_against(answer(429, headers={"Retry-After": asked}), answer(), seconds=1)
+    assert execution.attempts == 2
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_goes_unnoticed() -> None:
+    async with FaultServer([answer(), raw(b""), answer()]) as server, SandboxClient(server.url) as client:
+        await client.run("1")
+        assert (await client.run("1")).attempts == 2
+
+
+# Deadlines
+
+
+async def test_the_deadline_travels_as_unix_time() -> None:
+    _, server = await run_against(answer(), seconds=7)
+    assert server.requests[0]["deadline"] == pytest.approx(time.time() + 7, abs=0.5)
+    async with FaultServer() as server, SandboxClient(server.url) as client:
+        await client.run("1", compile_timeout=100, run_timeout=1000)
+    assert 1100 < server.requests[0]["deadline"] - time.time() < 1200, "time for the program, and some more"
+
+
+@pytest.mark.parametrize("seconds", [0.0, -10.0, float("nan")])
+async def test_a_deadline_that_has_passed(seconds: float) -> None:
+    async with FaultServer() as server, SandboxClient(server.url) as client:
+        assert "had passed" in await unavailable(client.run("1", deadline=soon(seconds)), within=0)
+    assert server.requests == []
+
+
+async def test_a_late_refusal_at_the_deadline_is_the_end() -> None:
+    late = after(0.3, answer(504, {"detail": "the deadline has passed"}))
+    async with FaultServer([late]) as server, SandboxClient(server.url) as client:
+        await unavailable(client.run("1", deadline=soon(0.3)), within=0.3)
+    assert len(server.requests) == 1
+
+
+# Several endpoints
+
+
+async def test_one_dead_endpoint_of_two() -> None:
+    async with FaultServer() as server, SandboxClient([closed_port(), server.url]) as client:
+        executions = [await client.run("1", deadline=soon(5)) for _ in range(20)]
+    assert {execution.endpoint for execution in executions} == {server.url}
+    assert sum(execution.attempts for execution in executions) <= 21, "the dead one is avoided once it is known"
+
+
+async def test_a_black_hole_of_two(black_hole: str) -> None:
+    async with FaultServer() as server, SandboxClient([black_hole, server.url]) as client:
+        executions = [await client.run("1", deadline=soon(1)) for _ in range(8)]
+    assert {execution.endpoint for execution in executions} == {server.url}
+
+
+async def test_a_full_endpoint_of_two_is_left_alone_and_the_other_is_asked_at_once() -> None:
+    full = answer(429, headers={"Retry-After": "3"})
+    async with FaultServer([full]) as busy, FaultServer() as free, SandboxClient([busy.url, free.url]) as client:
+        began = time.monotonic()
+        for _ in range(20):
+            assert (await client.run("1")).endpoint == free.url
+        assert time.monotonic() - began < 1
+    assert len(busy.requests) <= 1
+
+
+async def test_calls_go_where_the_fewest_are_outstanding() -> None:
+    slow, quick = FaultServer([hang()]), FaultServer([after(0.02, answer())])
+    async with slow, quick, SandboxClient([slow.url, quick.url]) as client:
+        tasks = [asyncio.create_task(client.run("1")) for _ in range(20)]
+        await asyncio.sleep(0.3)
+        assert (slow.in_flight, len(quick.requests)) == (10, 10)
+        for _ in range(30):
+            assert (await client.run("1")).endpoint == quick.url
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_equal_endpoints_share_the_calls() -> None:
+    async with FaultServer() as one, FaultServer() as other, SandboxClient([one.url, other.url]) as client:
+        for _ in range(60):
+            await client.run("1")
+    assert min(len(one.requests), len(other.requests)) > 5
+
+
+AFFINITY = """
+import asyncio, sys
+from toolroll.sandbox.client import SandboxClient
+
+async def main():
+    async with SandboxClient(sys.argv[1:]) as client:
+        for name in "abcdefgh":
+            print(name, (await client.run("1", session_id=name)).endpoint)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_session_stays_at_one_endpoint_from_every_process() -> None:
+    async with FaultServer() as one, FaultServer() as two, FaultServer() as three:
+        urls = [one.url, two.url, three.url]
+        async with SandboxClient(urls) as client:
+            here = {name: (await client.run("1", session_id=name)).endpoint for name in "abcdefgh" * 2}
+        random.shuffle(urls)
+        done = await asyncio.create_subprocess_exec(sys.executable, "-c", AFFINITY, *urls, stdout=subprocess.PIPE)
+        there, _ = await done.communicate()
+        assert dict(line.split() for line in there.decode().splitlines()) == here
+        # One fewer moves the sessions of the one that went, and no others.
+        async with SandboxClient(urls[:2]) as client:
+            for name, url in here.items():
+                if url in urls[:2]:
+                    assert (await client.run("1", session_id=name)).endpoint == url
+
+
+async def test_sessions_are_spread() -> None:
+    async with FaultServer() as one, FaultServer() as other, SandboxClient([one.url, other.url]) as client:
+        where = Counter([(await client.run("1", session_id=f"s{number}")).endpoint for number in range(40)])
+    assert len(where) == 2
+
+
+async def test_a_session_is_retried_where_its_state_is() -> None:
+    busy = [answer(503), answer(429), answer()]
+    async with FaultServer(busy) as one, FaultServer(busy) as other, SandboxClient([one.url, other.url]) as client:
+        assert (await client.run("1", session_id="s")).attempts == 3
+    assert sorted([len(one.requests), len(other.requests)]) == [0, 3]
+
+
+@pytest.mark.parametrize("endpoints", [[], "", "sandbox:8080", "ftp://sandbox", "http://", ["http://ok", "http://x:y"]])
+def test_endpoints_that_are_none(endpoints: Any) -> None:
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:8080"):
+        SandboxClient(endpoints)
+
+
+def test_endpoints_as_people_write_them() -> None:
+    assert SandboxClient(["http://a:1/", "http://a:1/run_code", "http://b/base/"]).endpoints == (
+        "http://a:1",
+        "http://b/base",
+    )
+
+
+# Connections, event loops, processes
+
+
+async def test_connections_are_kept_and_closed() -> None:
+    async with FaultServer() as server:
+        async with SandboxClient(server.url) as client:
+            for _ in range(10):
+                await client.run("1")
+            assert (server.connections, server.open) == (1, 1)
+        await server.all_closed()
+        await client.run("1")  # opens new ones
+        await client.close()
+        await client.close()
+
+
+async def test_no_more_connections_than_allowed() -> None:
+    async with FaultServer([after(0.01, answer())]) as server, SandboxClient(server.url, max_connections=3) as client:
+        await asyncio.gather(*[client.run("1") for _ in range(12)])
+        assert (server.connections, server.most) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "idle"), [(hang(), 0), (hang(HALF), 0), (answer(429, headers={"Retry-After": "3"}), 1)]
+)
+async def test_cancelling_closes_the_connection_and_leaves_nothing(behaviour: Behaviour, idle: int) -> None:
+    async with FaultServer([behaviour]) as server, SandboxClient(server.url) as client:
+        before = asyncio.all_tasks()
+        call = asyncio.create_task(client.run("1"))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0.05)
+        assert (server.in_flight, server.open) == (0, idle)
+        assert {task for task in asyncio.all_tasks() - before if "FaultServer" not in repr(task)} == set()
+        server.script = [answer()]
+        assert (await client.run("1")).outcome is Outcome.OK
+
+
+async def test_closing_the_client_in_the_middle_of_a_call_does_not_lose_it() -> None:
+    async with FaultServer([hang(), answer()]) as server, SandboxClient(server.url) as client:
+        call = asyncio.create_task(client.run("1"))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        await client.close()
+        assert (await call).attempts == 2
+
+
+SERVER = """
+import asyncio, sys
+sys.path[:0] = [{tests!r}]
+from sandbox.fault_server import FaultServer
+
+async def main():
+    async with FaultServer() as server:
+        print(server.url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def elsewhere(root: Any) -> Any:
+    """A server in a process of its own, for tests that have no event loop."""
+    code = SERVER.format(tests=str(root / "tests"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.kill()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_one_client_in_several_event_loops_that_never_close_it(elsewhere: str, new_loop: Any) -> None:
+    client = SandboxClient(elsewhere)
+
+    async def calls() -> list[Execution]:
+        return await asyncio.gather(*[client.run("1") for _ in range(3)])
+
+    for _ in range(3):
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            assert {execution.stdout for execution in runner.run(calls())} == {"2\n"}
+    assert len(client._pools) == 1, "those of closed loops are forgotten"
+
+
+async def test_a_client_that_is_dropped_closes_its_connections() -> None:
+    async with FaultServer() as server:
+        client = SandboxClient(server.url)
+        await client.run("1")
+        del client
+        await server.all_closed()
+
+
+async def test_a_client_pickles() -> None:
+    async with FaultServer() as server, SandboxClient(server.url, token="t", max_connections=7) as client:
+        await client.run("1")
+        async with pickle.loads(pickle.dumps(client)) as copy:
+            execution = await copy.run("1")
+        assert server.connections == 2
+        assert "authorization: bearer t\r\n" in server.heads[1].lower()
+    assert pickle.loads(pickle.dumps(execution)) == execution
+
+
+def test_run_code_for_scripts(elsewhere: str) -> None:
+    assert run_code("print(1 + 1)", endpoint=elsewhere, run_timeout=3).stdout == "2\n"
+
+
+async def test_run_code_says_what_to_use_in_an_event_loop() -> None:
+    with pytest.raises(RuntimeError, match=r"await client\.run"):
+        run_code("print(1 + 1)")
+
+
+# What is sent
+
+
+TEXT = st.text(st.characters(codec=None), max_size=20)
+
+
+@given(
+    code=TEXT,
+    stdin=st.none() | TEXT,
+    name=TEXT,
+    content=st.binary(max_size=20),
+    memory=st.none() | st.integers(1, 9999),
+)
+@settings(max_examples=40)
+def test_sandbox_fusion_accepts_what_is_sent(
+    code: str, stdin: str | None, name: str, content: bytes, memory: Any
+) -> None:
+    async def main() -> dict[str, Any]:
+        async with FaultServer() as server, SandboxClient(server.url) as client:
+            await client.run(
+                code,
+                "cpp",
+                stdin=stdin,
+                files={name: content},
+                fetch_files=[name],
+                memory_limit_mb=memory,
+                run_timeout=3,
+            )
+        sent = server.requests[0]
+        assert isinstance(sent, dict)
+        return sent
+
+    sent = asyncio.run(main())
+    assert None not in sent.values()
+    theirs, ours = RunCodeRequest.parse_obj(sent), protocol.RunCodeRequest.model_validate(sent)
+    assert theirs.code == ours.code == protocol.scrub_text(code)
+    assert theirs.stdin == (None if stdin is None else protocol.scrub_text(stdin))
+    assert list(theirs.files) == theirs.fetch_files == [protocol.scrub_text(name)]
+    assert (theirs.run_timeout, ours.memory_limit_MB) == (3, -1 if memory is None else memory)
+
+
+async def test_lone_surrogates() -> None:
+    async with FaultServer() as server, SandboxClient(server.url) as client:
+        await client.run("print('\ud800')", stdin="\udfff", session_id="\ud800", files={"\ud83d": b""})
+    assert (server.requests[0]["code"], server.requests[0]["stdin"]) == ("print('�')", "�")
+
+
+# Always
+
+
+LIKELY = st.sampled_from(
+    ["Success", "Failed", "SandboxError", "Finished", "Error", "TimeLimitExceeded", 0, 1, "AA==", None]
+)
+FIELDS = st.sampled_from([*SUCCESS, *SUCCESS["run_result"], "queue_time", "detail", "a"])  # type: ignore[misc]
+ANSWERS = st.recursive(LIKELY | JSON, lambda inner: st.dictionaries(FIELDS, inner, max_size=7), max_leaves=12)
+BODIES = st.binary(max_size=60) | st.builds(lambda value: json.dumps(value).encode(), ANSWERS)
+HEADERS = st.dictionaries(
+    st.sampled_from(
+        ["Retry-After", "Content-Encoding", "Transfer-Encoding", "Content-Length", "Location", "Connection"]
+    ),
+    st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=12)
+    | st.sampled_from(["0", "1", "gzip", "chunked", "close", "br"]),
+    max_size=3,
+)
+REPLIES = (
+    st.builds(whole, st.integers(100, 699) | st.sampled_from([200, 200, 429, 503]), BODIES, HEADERS)
+    | st.binary(max_size=80)
+    | st.builds(lambda body: whole(200, body), BODIES)
+)
+
+
+@given(st.lists(st.tuples(REPLIES, st.booleans()), min_size=8, max_size=8))
+@settings(max_examples=25)
+def test_whatever_a_server_answers(replies: list[tuple[bytes, bool]]) -> None:
+    async def one(reply: bytes, close: bool) -> None:
+        async with FaultServer([raw(reply) if close else hang(reply)]) as server, SandboxClient(server.url) as client:
+            with suppress(SandboxUnavailable, SandboxRefused):
+                assert isinstance(await client.run("1", deadline=soon(0.2)), Execution)
+
+    async def main() -> None:
+        began = time.monotonic()
+        await asyncio.gather(*[one(*reply) for reply in replies])
+        assert time.monotonic() - began < 0.2 + 2 * SLACK
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+async def test_two_thousand_at_once() -> None:
+    async with FaultServer() as server, SandboxClient(server.url) as client:
+        began = time.monotonic()
+        executions = await asyncio.gather(*[client.run("print(1 + 1)") for _ in range(2000)])
+        assert time.monotonic() - began < 10
+        assert {execution.outcome for execution in executions} == {Outcome.OK}
+        assert server.connections <= 512

@@ -1,0 +1,354 @@
+"""What the server promises to those who send requests: seen from outside, over HTTP."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import sandbox_fusion
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import JSON
+
+from sandbox.serving import Serving, serving, wait_until
+from toolroll.errors import SandboxRefused, SandboxUnavailable
+from toolroll.sandbox.client import SandboxClient
+from toolroll.sandbox.protocol import RunCodeRequest, RunJupyterRequest, RunStatus
+
+
+async def post(url: str, body: Any, path: str = "/run_code", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
+    async with aiohttp.ClientSession() as session, session.post(url + path, data=data, headers=headers) as response:
+        return response.status, await response.json(), dict(response.headers)
+
+
+def program(code: str, **more: Any) -> dict[str, Any]:
+    return {"code": code, "language": "python", **more}
+
+
+# --- the protocol
+
+
+def test_the_client_of_sandbox_fusion_works_unchanged(server: str) -> None:
+    request = sandbox_fusion.RunCodeRequest(
+        code="print(input(), open('a/b.txt').read()); open('c', 'w').write('new')",
+        language="python",
+        stdin="word",
+        files={"a/b.txt": base64.b64encode(b"content").decode()},
+        fetch_files=["c", "missing"],
+    )
+    done = sandbox_fusion.run_code(request, endpoint=server)
+    assert done.status is sandbox_fusion.RunStatus.Success
+    assert done.run_result.stdout == "word content\n"
+    assert done.run_result.return_code == 0
+    assert done.files == {"c": base64.b64encode(b"new").decode()}
+
+
+def test_the_client_of_sandbox_fusion_sees_failures(server: str) -> None:
+    def run(**more: Any) -> Any:
+        return sandbox_fusion.run_code(sandbox_fusion.RunCodeRequest(language="python", **more), endpoint=server)
+
+    failed = run(code="raise ValueError('odd')")
+    assert (failed.status, failed.run_result.return_code) == (sandbox_fusion.RunStatus.Failed, 1)
+    assert "ValueError: odd" in failed.run_result.stderr
+    slow = run(code="import time; time.sleep(9)", run_timeout=0.2)
+    assert (slow.status, slow.run_result.return_code) == (sandbox_fusion.RunStatus.Failed, None)
+    assert slow.run_result.status is sandbox_fusion.CommandRunStatus.TimeLimitExceeded
+    summary = sandbox_fusion.summary_run_code_result(slow, sandbox_fusion.SummaryMapping(RunTimeout="slow"))
+    assert summary == "slow"
+
+
+def test_the_client_of_sandbox_fusion_runs_notebooks(server: str) -> None:
+    request = sandbox_fusion.RunJupyterRequest(
+        cells=["a = 123", "a", "print(a)", "import sys; sys.stderr.write('e')", "raise RuntimeError('odd')", "a + 1"],
+        fetch_files=["x"],
+    )
+    done = sandbox_fusion.run_jupyter(request, endpoint=server)
+    assert done.status is sandbox_fusion.RunStatus.Success
+    assert [cell.stdout for cell in done.cells] == ["", "", "123\n", "", "", ""]
+    assert done.cells[1].display[0]["text/plain"] == "123"
+    assert done.cells[3].stderr == "e"
+    assert (done.cells[4].error[0]["ename"], done.cells[4].error[0]["evalue"]) == ("RuntimeError", "odd")
+    assert done.cells[5].display[0]["text/plain"] == "124"
+
+
+async def test_ping_and_languages_say_what_is_here(client: SandboxClient, sandbox: Serving) -> None:
+    ping = await client.ping()
+    assert ping.tier == sandbox.tier
+    assert abs(ping.time - time.time()) < 5
+    languages = await client.languages()
+    assert languages["python"].available
+    assert languages["python"].version
+    assert languages["cuda"].missing
+
+
+async def test_metrics_count(server: str, client: SandboxClient) -> None:
+    async def value(line: str) -> float:
+        async with aiohttp.ClientSession() as session, session.get(f"{server}/metrics") as response:
+            found = [one for one in (await response.text()).splitlines() if one.startswith(line)]
+            return float(found[0].split()[-1]) if found else 0.0
+
+    name = 'toolroll_sandbox_executions_total{language="python",outcome="Failed"}'
+    before = await value(name)
+    await client.run("1 / 0")
+    assert await value(name) == before + 1
+    assert await value("toolroll_sandbox_running ") == 0
+
+
+# --- what can't be asked
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "body"),
+        (b"{", "json"),
+        (b"[]", "object"),
+        ({"language": "python"}, "code"),
+        ({"code": 1, "language": "python"}, "code"),
+        (program("", run_timeout=0), "greater than 0"),
+        (program("", run_timeout=-1), "greater than 0"),
+        (program("", run_timeout=1e9), "--max-timeout"),
+        (b'{"code": "", "language": "python", "run_timeout": NaN}', "run_timeout"),
+        (b'{"code": "", "language": "python", "run_timeout": Infinity}', "run_timeout"),
+        (program("", memory_limit_MB=10**9), "--memory-mb"),
+        ({"code": "", "language": "cobol"}, "language"),
+        ({"code": "", "language": "cuda"}, "This server has no cuda"),
+        (program("", files={"/etc/passwd": ""}), "can't be written"),
+        (program("", files={"/tmp/work": ""}), "can't be written"),
+        (program("", files={"a": "", "a/b": ""}), "can't be written"),
+        (program("", files={"a\0b": ""}), "can't be written"),
+        (program("", files={"x" * 300: ""}), "can't be written"),
+        (program("", files={"a": "not base64!"}), "base64"),
+        (program("", session_id="a b"), "session_id"),
+        ({"code": "", "language": "bash", "session_id": "a"}, "session"),
+    ],
+)
+async def test_a_request_that_cant_be_run_is_refused_with_the_reason(server: str, body: Any, says: str) -> None:
+    status, answer, _ = await post(server, body)
+    assert status == 422
+    assert says.lower() in json.dumps(answer["detail"]).lower()
+
+
+async def test_a_request_that_is_too_large_is_refused(server: str) -> None:
+    status, answer, _ = await post(server, program("x" * (70 << 20)))
+    assert (status, "64 MB" in answer["detail"]) == (413, True)
+
+
+async def test_a_late_request_is_not_run(server: str, tmp_path: Path) -> None:
+    status, answer, _ = await post(server, program("print(1)", deadline=time.time() - 1))
+    assert status == 504
+    assert "deadline" in answer["detail"]
+
+
+async def test_a_token_is_wanted_where_one_is_set() -> None:
+    with serving(environment={"TOOLROLL_SANDBOX_TOKEN": "s3cret"}) as running:
+        assert (await post(running.url, program("print(1)")))[0] == 401
+        assert (await post(running.url, program("print(1)"), Authorization="Bearer wrong"))[0] == 401
+        with pytest.raises(SandboxRefused, match="token"):
+            async with SandboxClient(running.url) as client:
+                await client.run("print(1)")
+        async with SandboxClient(running.url, token="s3cret") as client:
+            assert (await client.run("import os; print(os.environ.get('TOOLROLL_SANDBOX_TOKEN'))")).stdout == "None\n"
+
+
+# --- any bytes at all
+
+ODD = st.one_of(
+    st.binary(max_size=200),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys([*RunCodeRequest.model_fields, *RunJupyterRequest.model_fields], JSON),
+    ).map(lambda value: json.dumps({"code": "", "language": "python", "cells": [], **value}).encode()),
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(body=ODD, path=st.sampled_from(["/run_code", "/run_jupyter", "/v1/ping", "/v1/languages", "/metrics", "/no"]))
+def test_no_request_makes_the_server_fail(server: str, body: bytes, path: str) -> None:
+    async def send() -> tuple[int, bytes]:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as session,
+            session.post(server + path, data=body) as response,
+        ):
+            return response.status, await response.read()
+
+    status, answer = asyncio.run(send())
+    assert status in (200, 404, 405, 413, 422, 429, 504)
+    if status == 200:
+        assert json.loads(answer)["status"] != RunStatus.SANDBOX_ERROR
+
+
+# --- load
+
+
+def namespaces() -> Iterator[str]:
+    """Those of every process on the machine."""
+    for link in Path("/proc").glob("[0-9]*/ns/*"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(link)
+
+
+class Footprint:
+    """What a server takes up on its machine."""
+
+    def __init__(self, running: Serving) -> None:
+        everything = running.processes()
+        self.processes = len(everything)
+        self.descriptors = sum(one.num_fds() for one in everything)
+        self.memory = sum(one.memory_info().rss for one in everything)
+        self.mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
+        self.cgroups = len(list(Path("/sys/fs/cgroup").glob(f"*/**/toolroll-{running.process.pid}-*")))
+        self.namespaces = len(set(namespaces()))
+
+
+async def test_four_times_too_many_are_all_answered_and_nothing_is_left() -> None:
+    with serving("--capacity", "4", "--queue", "246") as running:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(number: int) -> tuple[int, str, str]:
+                code = f"print({number}, 'x' * 2000)"
+                async with session.post(f"{running.url}/run_code", json=program(code, run_timeout=60)) as response:
+                    answer = await response.json()
+                    result = answer.get("run_result") or {}
+                    return response.status, result.get("stdout", ""), response.headers.get("Retry-After", "")
+
+            await asyncio.gather(*(ask(number) for number in range(250)))  # warm: cgroups, namespaces, connections
+            before = Footprint(running)
+            answers = await asyncio.gather(*(ask(number) for number in range(1000)))
+        ran = [(number, out) for number, (status, out, _) in enumerate(answers) if status == 200]
+        assert all(out == f"{number} {'x' * 2000}\n" for number, out in ran)
+        refused = [retry for status, _, retry in answers if status == 429]
+        assert len(ran) + len(refused) == 1000
+        assert len(ran) >= 250
+        assert all(1 <= int(retry) <= 60 for retry in refused)
+
+        def is_as_before() -> bool:
+            now = Footprint(running)
+            return (
+                now.processes <= before.processes
+                and now.descriptors <= before.descriptors
+                and now.mounts <= before.mounts
+                and now.cgroups <= before.cgroups
+                and now.namespaces <= before.namespaces + 4
+                and now.memory < before.memory * 1.1 + (20 << 20)
+            )
+
+        assert wait_until(is_as_before), (vars(before), vars(Footprint(running)))
+
+
+async def test_first_come_first_served() -> None:
+    with serving("--capacity", "1") as running:
+        async with SandboxClient(running.url) as client:
+            order: list[int] = []
+
+            async def ask(number: int) -> None:
+                await client.run("pass")
+                order.append(number)
+
+            tasks = []
+            for number in range(20):
+                tasks.append(asyncio.create_task(ask(number)))
+                await asyncio.sleep(0.002)
+            await asyncio.gather(*tasks)
+            assert order == sorted(order)
+
+
+async def test_a_caller_who_goes_away_takes_the_program_along(sandbox: Serving) -> None:
+    marker = f"gone-{os.getpid()}"
+    async with SandboxClient(sandbox.url) as client:
+        code = f"import subprocess; subprocess.run(['sleep', '47.{os.getpid()}'])\n# {marker}"
+        asking = asyncio.create_task(client.run(code, run_timeout=50))
+
+        def sleepers() -> list[psutil.Process]:
+            return [one for one in sandbox.processes() if f"47.{os.getpid()}" in one.cmdline()]
+
+        while not sleepers():
+            await asyncio.sleep(0.02)
+        asking.cancel()
+        assert await asyncio.to_thread(wait_until, lambda: not sleepers(), 5)
+        assert (await client.ping()).running == 0
+
+
+async def test_a_key_sent_twice_runs_once(client: SandboxClient, server: str) -> None:
+    body = program("import random; print(random.random())", idempotency_key=f"key-{time.time()}")
+    first, second = await asyncio.gather(post(server, body), post(server, body))
+    third = await post(server, body)
+    assert first[1]["run_result"]["stdout"] == second[1]["run_result"]["stdout"] == third[1]["run_result"]["stdout"]
+
+
+# --- death
+
+
+async def test_a_killed_interpreter_is_replaced_and_its_callers_are_told_to_try_again() -> None:
+    with serving("--capacity", "4") as running:
+        async with SandboxClient(running.url) as client:
+            assert (await client.run("print(1)")).stdout == "1\n"
+        interpreters = [
+            one for one in psutil.Process(running.process.pid).children() if "warm" in " ".join(one.cmdline())
+        ]
+        assert len(interpreters) == 3
+        slow = [
+            asyncio.create_task(post(running.url, program("import time; time.sleep(30)", run_timeout=40)))
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0.5)
+        for one in interpreters:
+            one.kill()
+        killed = time.monotonic()
+        for status, answer, _ in await asyncio.gather(*slow):
+            assert (status, answer["status"]) == (200, "SandboxError")
+            assert "died" in answer["message"]
+        status, answer, _ = await post(running.url, program("print(2)"))
+        assert (status, answer["run_result"]["stdout"]) == (200, "2\n")
+        assert time.monotonic() - killed < 1.0
+        # A client doesn't even notice.
+        async with SandboxClient(running.url) as client:
+            asking = asyncio.create_task(client.run("import time; time.sleep(1); print(3)"))
+            await asyncio.sleep(0.3)
+            for one in psutil.Process(running.process.pid).children():
+                one.kill()
+            done = await asking
+            assert (done.stdout, done.attempts) == ("3\n", 2)
+
+
+async def test_sigterm_lets_programs_end_and_takes_no_more() -> None:
+    with serving("--capacity", "2") as running:
+        slow = asyncio.create_task(post(running.url, program("import time; time.sleep(1.5); print('done')")))
+        await asyncio.sleep(0.5)
+        running.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert (await post(running.url, program("print(1)")))[0] == 503
+        assert (await slow)[1]["run_result"]["stdout"] == "done\n"
+        assert await asyncio.to_thread(running.process.wait, 10) == 0
+
+
+async def test_a_server_that_is_killed_leaves_nothing_running() -> None:
+    with serving("--capacity", "2") as running:
+        slow = [
+            asyncio.create_task(post(running.url, program("import time; time.sleep(60)", run_timeout=90)))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0.7)
+        everything = running.processes()
+        assert len(everything) > 5
+        running.process.kill()
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert await asyncio.to_thread(wait_until, lambda: not any(one.is_running() for one in everything[1:]), 5)
+
+
+async def test_without_the_service_there_is_an_infrastructure_error() -> None:
+    async with SandboxClient("http://127.0.0.1:9") as client:
+        with pytest.raises(SandboxUnavailable):
+            await client.run("print(1)", deadline=time.monotonic() + 0.5)

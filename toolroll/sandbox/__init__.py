@@ -1,0 +1,1 @@
+"""Running the model's code: the wire types, the client, the server."""

@@ -1,0 +1,1 @@
+"""The sandbox server: a front, warm interpreters behind it, one jail per execution."""

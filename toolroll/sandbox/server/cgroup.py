@@ -1,0 +1,159 @@
+"""Limits on all processes of a program together: memory, and how many they are.
+
+A cgroup is made for a program that needs one and used again when it is empty. Version 2 where the server was given a
+part of the tree with the memory controller (systemd: `Delegate=yes`), else version 1, else none: `Cgroups.find` says
+which. What a server that was killed has left behind is cleared away by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "toolroll-"
+_TREE = Path("/sys/fs/cgroup")
+
+
+@dataclass
+class Cgroup:
+    """One program's own."""
+
+    memory: Path
+    directories: list[Path]
+    version: int
+    descriptors: list[int] = field(default_factory=list)
+    """Files that a process writes "0" to, to enter. Opened here, so that it needs no right of its own to."""
+    limit: int = -1
+
+    def set_memory(self, most: int) -> None:
+        """Limit the memory, swap included, to so many bytes."""
+        if most == self.limit:
+            return
+        if self.version == 2:
+            (self.memory / "memory.max").write_text(str(most))
+            with contextlib.suppress(OSError):
+                (self.memory / "memory.swap.max").write_text("0")
+        else:
+            with_swap = self.memory / "memory.memsw.limit_in_bytes"
+            names = ["memory.limit_in_bytes", with_swap.name] if with_swap.exists() else ["memory.limit_in_bytes"]
+            for name in names if most > self.limit else reversed(names):
+                with contextlib.suppress(OSError):  # the second of them, where the first was in its way
+                    (self.memory / name).write_text(str(most))
+            (self.memory / names[0]).write_text(str(most))
+        self.limit = most
+
+    def memory_kills(self) -> int:
+        """How many processes the kernel has ended here for want of memory, ever."""
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        for line in (self.memory / name).read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+        return 0
+
+    def remove(self) -> None:
+        """Take it away. Only what is empty can be."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+        for directory in self.directories:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+class Cgroups:
+    """The cgroups of this server."""
+
+    def __init__(self, version: int, parents: dict[str, Path], processes: int) -> None:
+        self.version = version
+        self.parents = parents
+        """Controller → directory. Both are one in version 2."""
+        self.processes = processes
+        self._spare: list[Cgroup] = []
+        self._made = 0
+
+    @classmethod
+    def find(cls, processes: int) -> Cgroups | None:
+        """Cgroups on this machine, if this process may make such; `processes` is how many each may have."""
+        for version, parents in ((2, _version_2()), (1, _version_1())):
+            if parents is None:
+                continue
+            found = cls(version, parents, processes)
+            try:
+                found._clear_away()
+                found.give_back(found.take(1 << 30))
+            except OSError as error:
+                logger.debug("cgroup version %d can't be used: %s", version, error)
+                continue
+            return found
+        return None
+
+    def take(self, memory: int) -> Cgroup:
+        """A cgroup with nothing in it, limited to so many bytes."""
+        cgroup = self._spare.pop() if self._spare else self._make()
+        cgroup.set_memory(memory)
+        return cgroup
+
+    def give_back(self, cgroup: Cgroup) -> None:
+        """Hand in a cgroup whose processes have all ended."""
+        self._spare.append(cgroup)
+
+    def close(self) -> None:
+        """Remove those that are not in use."""
+        for cgroup in self._spare:
+            cgroup.remove()
+        self._spare.clear()
+
+    def _make(self) -> Cgroup:
+        self._made += 1
+        name = f"{_PREFIX}{os.getpid()}-{self._made}"
+        directories = list(dict.fromkeys(parent / name for parent in self.parents.values()))
+        for directory in directories:
+            directory.mkdir()
+        (self.parents["pids"] / name / "pids.max").write_text(str(self.processes))
+        cgroup = Cgroup(self.parents["memory"] / name, directories, self.version)
+        cgroup.descriptors = [os.open(directory / "cgroup.procs", os.O_WRONLY) for directory in directories]
+        return cgroup
+
+    def _clear_away(self) -> None:
+        for parent in dict.fromkeys(self.parents.values()):
+            for left in parent.glob(f"{_PREFIX}*-*"):
+                pid = left.name.removeprefix(_PREFIX).partition("-")[0]
+                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                    with contextlib.suppress(OSError):
+                        left.rmdir()
+
+
+def _own() -> dict[str, str]:
+    """Controller → this process's cgroup; version 2 under the empty name."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    return {name: path for line in lines for _, names, path in [line.split(":", 2)] for name in names.split(",")}
+
+
+def _version_1() -> dict[str, Path] | None:
+    own = _own()
+    parents = {name: _TREE / name / own.get(name, "/").lstrip("/") for name in ("memory", "pids")}
+    return parents if all(os.access(path, os.W_OK) for path in parents.values()) else None
+
+
+def _version_2() -> dict[str, Path] | None:
+    own = _own().get("")
+    if own is None or not (_TREE / "cgroup.controllers").exists():
+        return None
+    parent = _TREE / own.lstrip("/")
+    try:
+        if own != "/":
+            # Only a cgroup without processes of its own can limit those below it: ours move down first.
+            (parent / "toolroll").mkdir(exist_ok=True)
+            for pid in (parent / "cgroup.procs").read_text().split():
+                (parent / "toolroll" / "cgroup.procs").write_text(pid)
+        (parent / "cgroup.subtree_control").write_text("+memory +pids")
+    except OSError as error:
+        logger.debug("cgroup version 2 can't be used: %s", error)
+        return None
+    return {"memory": parent, "pids": parent}

@@ -1,0 +1,160 @@
+"""The front's handle on a warm interpreter: started, given jobs, heard from, replaced when it dies.
+
+A job given to an interpreter ends in exactly one way: `ended` is called with its wait status, which comes from the
+kernel through the interpreter and not from the program; or `failed` is called with the reason for which it never began
+or its end will never be known. Nothing else is promised of an interpreter: it may die at any moment, and takes with it
+every program that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import toolroll
+from toolroll.sandbox.server import warm
+from toolroll.sandbox.server.spec import Plan
+
+logger = logging.getLogger(__name__)
+
+START_WITHIN = 60.0
+"""Seconds for an interpreter to import what it preloads, on a busy machine."""
+_BOOT = (
+    "import sys; sys.path.append(sys.argv[2]); from toolroll.sandbox.server.warm import main; sys.path.pop(); main()"
+)
+
+
+class StartError(Exception):
+    """A warm interpreter couldn't be started; the message says what it had to say."""
+
+
+class Run(Protocol):
+    """Who is told of a job."""
+
+    def started(self, process: int, everything: int) -> None:
+        """It runs. The pidfds of its process, and of the one whose end ends all that the program has started."""
+
+    def ended(self, status: int, cpu: float) -> None:
+        """It ended, with this wait status, after so many seconds on a CPU."""
+
+    def failed(self, reason: str) -> None:
+        """It wasn't started, or was lost. Not the program's fault."""
+
+
+class Interpreter:
+    """One warm interpreter."""
+
+    def __init__(self, plan: Plan, python: str, preload: Sequence[str]) -> None:
+        self.plan = plan
+        self.python = python
+        self.preload = preload
+        self.preloaded: list[str] = []
+        self.runs: dict[int, Run] = {}
+        self.ended = asyncio.Event()
+        self._number = 0
+        self._front: socket.socket
+        self._process: subprocess.Popen[bytes]
+
+    async def start(self) -> None:
+        """Start it, and wait until it is ready. Raises StartError."""
+        self._front, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        orders = json.dumps({"plan": self.plan, "preload": list(self.preload)})
+        # An environment of its own: nothing of the server's can be read by a program. One thread: others wouldn't be
+        # there in a clone.
+        environment = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment |= {"PATH": self.plan["path"], "LANG": "C.UTF-8", "MPLBACKEND": "Agg"}
+        package = str(Path(toolroll.__file__).parent.parent)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(  # noqa: ASYNC220 (it returns at once)
+                    [self.python, "-I", "-X", "utf8", "-c", _BOOT, orders, package],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise StartError(f"{self.python}: {error.strerror}") from error
+        self._front.setblocking(False)
+        packet = await self._first_packet()
+        if packet[:1] != warm.READY:
+            self.close()
+            raise StartError(packet[warm.JOB.size :].decode(errors="replace") or "it ended while it started")
+        self.preloaded = json.loads(packet[warm.JOB.size :])
+        asyncio.get_running_loop().add_reader(self._front, self._hear)
+
+    @property
+    def pid(self) -> int:
+        """The process; a child of it is the interpreter itself, where there are namespaces."""
+        return self._process.pid
+
+    def give(self, run: Run, descriptors: Sequence[int], cgroups: Sequence[int]) -> None:
+        """Have a job run. Its descriptors stay the caller's, and may be closed at once."""
+        self._number += 1
+        packet = warm.ORDER.pack(b"J", self._number, len(cgroups))
+        try:
+            socket.send_fds(self._front, [packet], [*descriptors, *cgroups])
+        except OSError as error:
+            run.failed(f"the interpreter takes no jobs: {error.strerror}")
+            return
+        self.runs[self._number] = run
+
+    def close(self) -> None:
+        """End it, and every program that it has started."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        asyncio.get_running_loop().remove_reader(self._front)
+        self._front.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for run in list(self.runs.values()):
+            run.failed("the interpreter that ran the program died")
+        self.runs.clear()
+
+    async def _first_packet(self) -> bytes:
+        try:
+            async with asyncio.timeout(START_WITHIN):
+                return await asyncio.get_running_loop().sock_recv(self._front, 65536)
+        except TimeoutError:
+            self.close()
+            raise StartError(f"it wasn't ready within {START_WITHIN:g} s") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(self._front, 65536, 2)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet, descriptors = b"", []
+            if not packet:
+                logger.warning("A warm interpreter died (pid %d); its programs are lost.", self._process.pid)
+                self.close()
+                return
+            self._take(packet, descriptors)
+
+    def _take(self, packet: bytes, descriptors: list[int]) -> None:
+        kind, number = warm.JOB.unpack_from(packet)
+        if kind == warm.STARTED:
+            self.runs[number].started(*descriptors)
+            return
+        run = self.runs.pop(number)
+        if kind == warm.FINISHED:
+            _, _, status, cpu = warm.ENDED.unpack(packet)
+            run.ended(status, cpu)
+        else:
+            run.failed(packet[warm.JOB.size :].decode(errors="replace"))

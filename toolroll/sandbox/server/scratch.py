@@ -1,0 +1,56 @@
+"""A directory, and as root a user, for each program that has no file system of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+_FIRST_USER = 961_000_000
+"""User numbers that no machine gives to anybody: below it the ranges of login.defs and subuid, above it the end."""
+
+
+class Scratch:
+    """Makes and removes them."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._spare: list[int] = []
+        self._made = 0
+
+    def take(self) -> tuple[str, int | None]:
+        """An empty directory, and the user that it belongs to; None for whoever runs the server."""
+        if self._spare:
+            number = self._spare.pop()
+        else:
+            number = self._made
+            self._made += 1
+        directory = self.directory / str(number)
+        directory.mkdir(mode=0o700)
+        if os.geteuid() != 0:
+            return str(directory), None
+        os.chown(directory, _FIRST_USER + number, _FIRST_USER + number)
+        return str(directory), _FIRST_USER + number
+
+    async def give_back(self, directory: str) -> None:
+        """Remove a directory with all that is in it."""
+        await asyncio.to_thread(_remove, directory)
+        self._spare.append(int(Path(directory).name))
+
+    def close(self) -> None:
+        """Remove everything."""
+        _remove(str(self.directory))
+
+
+def _remove(directory: str) -> None:
+    def make_writable(function: object, path: str, _: object) -> None:
+        os.chmod(os.path.dirname(path), 0o700)
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.chmod(path, 0o700)
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+
+    shutil.rmtree(directory, onerror=make_writable)

@@ -1,0 +1,108 @@
+"""Which system calls a program may make. A list of what is allowed, so that a call nobody thought of is refused.
+
+Refused with EPERM is what exists and is too dangerous: what changes namespaces, mounts, keys, modules, other processes'
+memory, or opens a part of the kernel with a history of holes. Whatever is on neither list gets ENOSYS, as if the kernel
+were older: libraries then fall back, which is also why clone3 is answered so (its flags can't be seen by a filter).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import tempfile
+from functools import cache
+from typing import Any
+
+from toolroll.errors import ConfigError, MissingExtra
+
+logger = logging.getLogger(__name__)
+
+_FILES = """
+access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
+fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync flock fsetxattr fstat fstatfs fsync ftruncate futimesat
+fgetxattr flistxattr fremovexattr getcwd getdents getdents64 getxattr inotify_add_watch inotify_init inotify_init1
+inotify_rm_watch ioctl lchown lgetxattr link linkat listxattr llistxattr lremovexattr lseek lsetxattr lstat memfd_create
+mkdir mkdirat mknod mknodat newfstatat open openat openat2 pipe pipe2 pread64 preadv preadv2 pwrite64 pwritev pwritev2
+read readahead readlink readlinkat readv removexattr rename renameat renameat2 rmdir sendfile setxattr splice stat
+statfs statx symlink symlinkat sync sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes
+vmsplice write writev
+"""
+_MEMORY = """
+brk madvise membarrier mincore mlock mlock2 mlockall mmap mprotect mremap msync munlock munlockall munmap
+pkey_alloc pkey_free pkey_mprotect process_mrelease
+"""
+_PROCESSES = """
+arch_prctl capget exit exit_group fork getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority
+getresgid getresuid getrlimit getrusage getsid gettid getuid kill pidfd_open pidfd_send_signal prctl prlimit64 rseq
+sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler
+sched_rr_get_interval sched_setaffinity sched_setattr sched_setparam sched_setscheduler sched_yield set_robust_list
+get_robust_list set_tid_address setpgid setpriority setrlimit setsid setuid setgid setreuid setregid setresuid setresgid
+setfsuid setfsgid setgroups sysinfo tgkill times tkill uname vfork wait4 waitid execve execveat getcpu ioprio_get
+ioprio_set landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp capset
+"""
+_TIME_AND_WAITING = """
+alarm clock_getres clock_gettime clock_nanosleep epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2
+epoll_wait eventfd eventfd2 futex futex_waitv futex_wait futex_wake futex_requeue getitimer gettimeofday nanosleep pause
+poll ppoll pselect6 restart_syscall rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn
+rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo select setitimer sigaltstack signalfd signalfd4 time timer_create
+timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime getrandom
+"""
+_TALKING = """
+accept accept4 bind connect getpeername getsockname getsockopt listen mq_getsetattr mq_notify mq_open mq_timedreceive
+mq_timedsend mq_unlink msgctl msgget msgrcv msgsnd recvfrom recvmmsg recvmsg semctl semget semop semtimedop sendmmsg
+sendmsg sendto setsockopt shmat shmctl shmdt shmget shutdown socketpair
+"""
+ALLOWED = frozenset((_FILES + _MEMORY + _PROCESSES + _TIME_AND_WAITING + _TALKING).split())
+
+_DANGEROUS = """
+acct add_key adjtimex bpf chroot clock_adjtime clock_settime delete_module fanotify_init fanotify_mark finit_module
+fsconfig fsmount fsopen fspick init_module io_cancel io_destroy io_getevents io_pgetevents io_setup io_submit
+io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp kexec_file_load kexec_load keyctl lookup_dcookie
+mbind migrate_pages modify_ldt mount mount_setattr move_mount move_pages name_to_handle_at nfsservctl
+open_by_handle_at open_tree perf_event_open personality pidfd_getfd pivot_root process_madvise process_vm_readv
+process_vm_writev ptrace quotactl quotactl_fd reboot remap_file_pages request_key set_mempolicy setdomainname
+sethostname setns settimeofday swapoff swapon syslog umount umount2 unshare uselib userfaultfd ustat vhangup
+"""
+REFUSED = frozenset(_DANGEROUS.split())
+
+_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+
+
+@cache
+def compile_filter(*, network: bool) -> bytes:
+    """The filter as the kernel wants it. Without `network` only sockets of this machine's own kind can be made."""
+    try:
+        import pyseccomp
+    except ImportError as error:
+        raise MissingExtra("pyseccomp", "sandbox") from error
+    except (OSError, RuntimeError) as error:
+        raise ConfigError("libseccomp is missing: install it (Debian: apt install libseccomp2).") from error
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
+    for name in sorted(ALLOWED):
+        _add(rules, pyseccomp.ALLOW, name)
+    for name in sorted(REFUSED):
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+    _add(rules, pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+
+    def is_(number: int, value: int) -> Any:
+        return pyseccomp.Arg(number, pyseccomp.MASKED_EQ, 0xFFFFFFFF, value)
+
+    for family in _FAMILIES if network else (socket.AF_UNIX,):
+        _add(rules, pyseccomp.ALLOW, "socket", is_(0, family))
+    if network:  # name look-ups ask for the machine's addresses, and are answered with the loopback's
+        _add(rules, pyseccomp.ALLOW, "socket", is_(0, socket.AF_NETLINK), is_(2, 0))
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.flush()
+        return os.pread(file.fileno(), 1 << 20, 0)
+
+
+def _add(rules: Any, action: int, name: str, *arguments: Any) -> None:
+    try:
+        rules.add_rule(action, name, *arguments)
+    except (OSError, ValueError):
+        # A call that this libseccomp or this architecture doesn't know is answered with ENOSYS, like all the unknown.
+        logger.debug("seccomp: %s is not known here", name)

@@ -1,0 +1,250 @@
+"""A Python interpreter that keeps its variables from one request to the next.
+
+One cell at a time, in the order in which they came. A cell over its time is interrupted, which keeps the session; one
+that won't be is killed, and the session with it. The process runs in a jail of its own all the while; it is ended when
+it was idle too long, when others need its place, or when the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolroll.sandbox.protocol import CommandRunResult, CommandStatus
+from toolroll.sandbox.server.cgroup import Cgroup
+from toolroll.sandbox.server.interpreter import Interpreter
+from toolroll.sandbox.server.job import BadRequest, JobFailed, ends_for_memory, report_lines, report_size
+from toolroll.sandbox.server.output import Output
+from toolroll.sandbox.server.process import Process, file_of
+from toolroll.sandbox.server.spec import Plan, Spec
+
+INTERRUPTED_WITHIN = 1.0
+"""Seconds in which an interrupted cell must end."""
+FETCHED_WITHIN = 30.0
+_LENGTH = struct.Struct(">I")
+_MOST = 64 << 20
+
+
+@dataclass
+class Cell:
+    """What one cell did."""
+
+    result: CommandRunResult
+    display: list[dict[str, Any]] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+
+
+class Session:
+    """One such interpreter. Use it under `lock`."""
+
+    def __init__(self, plan: Plan, spec: Spec, output: int, cgroup: Cgroup | None) -> None:
+        self.spec = spec
+        self.cgroup = cgroup
+        self.lock = asyncio.Lock()
+        self.last_used = time.monotonic()
+        self.process = Process(namespaces=plan["namespaces"])
+        self._stdout, self._stderr, self._report = Output(output), Output(output), Output(report_size(spec))
+        self._channel, self._theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self._memory_kills = cgroup.memory_kills() if cgroup else 0
+        self.process.gone.add_done_callback(lambda _: self._close())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its process has ended, or is about to."""
+        return self.process.gone.done() or self.process.is_to_end
+
+    def begin(self, interpreter: Interpreter) -> None:
+        """Have it started. A cell may be sent at once."""
+        stdin, spec = file_of(b""), file_of(json.dumps(self.spec).encode())
+        writing = [self._stdout.writing, self._stderr.writing]
+        cgroups = self.cgroup.descriptors if self.cgroup else []
+        interpreter.give(self.process, [stdin, *writing, spec, self._report.writing, self._theirs.fileno()], cgroups)
+        for descriptor in (stdin, spec):
+            os.close(descriptor)
+        for stream in (self._stdout, self._stderr, self._report):
+            stream.give_away()
+        self._theirs.close()
+
+    def end(self) -> None:
+        """End it."""
+        self.process.kill()
+
+    async def run(self, code: str, mode: str, seconds: float) -> Cell:
+        """Run a cell. Raises JobFailed where the session can't be used; a cell that ends it is a result."""
+        began = time.monotonic()
+        timed_out = False
+        asking = asyncio.ensure_future(self._ask({"code": code, "mode": mode}))
+        try:
+            done, _ = await asyncio.wait([asking], timeout=seconds)
+            if not done:
+                timed_out = True
+                self.process.interrupt()
+                done, _ = await asyncio.wait([asking], timeout=INTERRUPTED_WITHIN)
+            answer = asking.result() if done else None
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+            self.last_used = time.monotonic()
+        if answer is None:
+            self.end()
+            await asyncio.shield(self.process.gone)
+            self._check_failure()
+        return self._cell(answer, time.monotonic() - began, timed_out=timed_out)
+
+    async def finish(self) -> tuple[dict[str, str], list[str]]:
+        """End it in peace, and take the files that it was to leave: those, and the names of those too large."""
+        if not self.spec["fetch"] or self.is_over:
+            self.end()
+            return {}, []
+        self._channel.shutdown(socket.SHUT_WR)
+        await asyncio.wait([self.process.gone], timeout=FETCHED_WITHIN)
+        self.end()
+        for message in report_lines(self._report.close()):
+            if "files" in message:
+                return message["files"], message["too_large"]
+        return {}, []
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Send a cell and read the answer; None if the process ended, or answers what no interpreter would."""
+        loop = asyncio.get_running_loop()
+        data = json.dumps(message).encode()
+        try:
+            await loop.sock_sendall(self._channel, _LENGTH.pack(len(data)) + data)
+            (size,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
+            if size > _MOST:
+                return None
+            answer = json.loads(await self._receive(size))
+        except (OSError, ValueError, EOFError, RecursionError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    async def _receive(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = await asyncio.get_running_loop().sock_recv(self._channel, min(size - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def _check_failure(self) -> None:
+        if self.process.status is None:
+            raise JobFailed(self.process.failure)
+        report = self._report.so_far()[0]
+        if report.startswith(b'{"error"'):
+            error = str(json.loads(report)["error"])
+            if error.startswith("BadFile: "):
+                raise BadRequest(error.removeprefix("BadFile: "))
+            raise JobFailed(f"the jail could not be made: {error}")
+
+    def _cell(self, answer: dict[str, Any] | None, seconds: float, *, timed_out: bool) -> Cell:
+        (stdout, cut_out), (stderr, cut_err) = self._stdout.so_far(), self._stderr.so_far()
+        errors = stderr.decode(errors="replace")
+        if answer is None:
+            return_code = os.waitstatus_to_exitcode(self.process.status or 0)
+        else:
+            exit_code = answer.get("exit")
+            return_code = exit_code if isinstance(exit_code, int) else int(not answer.get("ok"))
+        kills = self.cgroup.memory_kills() if self.cgroup else 0
+        killed, self._memory_kills = kills > self._memory_kills, kills
+        result = CommandRunResult(
+            status=CommandStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandStatus.FINISHED,
+            execution_time=_number(answer, "seconds", seconds),
+            cpu_time=_number(answer, "cpu", None),
+            return_code=None if timed_out else return_code,
+            stdout=stdout.decode(errors="replace"),
+            stderr=errors,
+            stdout_truncated=cut_out,
+            stderr_truncated=cut_err,
+            memory_exceeded=killed or (return_code != 0 and ends_for_memory(errors)),
+        )
+        display = answer.get("display") if answer else None
+        error = answer.get("error") if answer else None
+        return Cell(
+            result,
+            [one for one in display if isinstance(one, dict)] if isinstance(display, list) else [],
+            error if isinstance(error, dict) else None,
+        )
+
+    def _close(self) -> None:
+        self._channel.close()
+        for stream in (self._stdout, self._stderr, self._report):
+            stream.close()  # what is there is kept
+
+
+def _number(answer: dict[str, Any] | None, name: str, otherwise: float | None) -> float | None:
+    """A number of an answer, if it is one: a program might have written it."""
+    value = answer.get(name) if answer else None
+    return value if isinstance(value, float) and 0 <= value < 1e9 else otherwise
+
+
+class Sessions:
+    """The sessions of this server, by name."""
+
+    def __init__(self, most: int, ttl: float, make: Callable[[], Session]) -> None:
+        self.most = most
+        self.ttl = ttl
+        self._make = make
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @contextlib.asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[tuple[Session, bool]]:
+        """The session of this name, and whether it is new. Nobody else uses it meanwhile."""
+        while True:
+            session = self._sessions.get(name)
+            is_new = session is None or session.is_over
+            if session is None or session.is_over:
+                session = self._begin(name)
+            async with session.lock:
+                if session.is_over and not is_new:
+                    continue  # it ended while we waited
+                yield session, is_new
+                return
+
+    def _begin(self, name: str) -> Session:
+        self._make_room()
+        session = self._sessions[name] = self._make()
+        session.process.gone.add_done_callback(lambda _: self._forget(name, session))
+        return session
+
+    def end_idle(self) -> None:
+        """End those that nobody has used for too long."""
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            if not session.lock.locked() and now - session.last_used > self.ttl:
+                session.end()
+
+    def close(self) -> None:
+        """End all."""
+        for session in list(self._sessions.values()):
+            session.end()
+
+    def _make_room(self) -> None:
+        if len(self._sessions) < self.most:
+            return
+        idle = [(one.last_used, name) for name, one in self._sessions.items() if not one.lock.locked()]
+        if not idle:
+            raise NoRoom(f"All {self.most} sessions are in use.")
+        _, name = min(idle)
+        self._sessions.pop(name).end()
+
+    def _forget(self, name: str, session: Session) -> None:
+        if self._sessions.get(name) is session:
+            del self._sessions[name]
+
+
+class NoRoom(Exception):
+    """No more sessions can be kept, and all are busy."""
