@@ -20,6 +20,7 @@ test:
 bench:
 	$(BIN)python benchmarks/tools.py --quick --json
 	$(BIN)python benchmarks/limiter.py --quick --json
+	$(BIN)python benchmarks/sandbox.py --quick --json
 
 build:
 	$(BIN)python -m build

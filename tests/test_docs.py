@@ -5,7 +5,7 @@ from pathlib import Path
 import doc_page
 import pytest
 
-PAGES = ["docs/tools.md", "docs/limiter.md"]
+PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)

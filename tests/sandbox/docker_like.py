@@ -4,8 +4,8 @@
 
 `--seccomp` refuses what Docker's default profile refuses to a container without capabilities: new namespaces, mounts,
 and what else the sandbox could build its better tiers from. `--user` is for root: the command gets that user's number,
-no groups and no capabilities. Where the interpreter lies below a directory that such a user can't enter (/root, mostly),
-it is shown at its place all the same, in a mount namespace of this command's own: nothing changes on the machine.
+no groups and no capabilities. Where the interpreter lies below a directory that only root can enter (/root, mostly), it
+is shown to all at its place, in a mount namespace of this command's own: nothing changes on the machine.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ def show_to_others(paths: list[Path]) -> None:
 
 
 def become(user: int) -> None:
-    needed = {sys.prefix, sys.base_prefix, str(Path(toolroll.__file__).parent)}
-    show_to_others([Path(os.path.realpath(path)) for path in sorted(needed)])
     os.environ["HOME"] = tempfile.gettempdir()
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -83,6 +81,9 @@ def main() -> None:
     parser.add_argument("--seccomp", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
+    if os.geteuid() == 0:
+        needed = {sys.prefix, sys.base_prefix, str(Path(toolroll.__file__).parent)}
+        show_to_others([Path(os.path.realpath(path)) for path in sorted(needed)])
     if asked.user is not None:
         become(asked.user)
     if asked.seccomp:

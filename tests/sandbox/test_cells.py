@@ -353,7 +353,7 @@ def test_exit_ends_the_cell_only(session: Session, code: str, status: int, stder
         "asyncio.run(asyncio.sleep(60))",
         "!sleep 60",
         "threading.Event().wait()",
-        "class Slow:\n    def __repr__(self):\n        while True: pass\nSlow()",
+        "class Slow:\n    def __repr__(self):\n        while True: pass\ndisplay(Slow())",
     ],
 )
 def test_an_interrupt_ends_the_cell_only(session: Session, code: str) -> None:

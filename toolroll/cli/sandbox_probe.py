@@ -22,7 +22,17 @@ from rich.table import Table
 from rich.text import Text
 
 from toolroll.errors import ConfigError
-from toolroll.sandbox.probe import WARM_UP, Acquaintance, Conclusion, End, Probe, Step, conclude, next_concurrency
+from toolroll.sandbox.probe import (
+    WARM_UP,
+    Acquaintance,
+    Conclusion,
+    End,
+    Probe,
+    Step,
+    conclude,
+    latest,
+    next_concurrency,
+)
 
 CLOCK_TOLERANCE = 1.0
 """Seconds that the server's clock may be off: deadlines have more room than that."""
@@ -34,8 +44,8 @@ SPARE_FILES = 64
 
 def probe(
     url: Annotated[str, typer.Argument(help="A running sandbox server, or what stands before several.")],
-    code: Annotated[Path | None, typer.Option(help="A program like yours to load it with. [print(1 + 1)]")] = None,
-    language: Annotated[str | None, typer.Option(help="Its language. [by the file's name, else python]")] = None,
+    code: Annotated[Path | None, typer.Option(help="A program like yours to run.", show_default="print(1 + 1)")] = None,
+    language: Annotated[str | None, typer.Option(help="Its language.", show_default="by the file's name")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each concurrency.")] = 2.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that the program may run.")] = 10.0,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Executions at once, at the most.")] = 512,
@@ -149,17 +159,19 @@ class _Display:
 
 def table(steps: Sequence[Step]) -> Table:
     """The steps, by concurrency, and which is the knee so far."""
-    found = conclude(steps) if steps else None
-    most = max((step.throughput for step in steps), default=0.0)
-    shown = Table("at once", "executions/s", "", "p50 ms", "p99 ms", "errors", "", box=None, padding=(0, 1))
+    knee = conclude(steps).knee if steps else None
+    rows = latest(steps)
+    most = max((step.throughput for step in rows), default=0.0)
+    shown = Table("at once", "executions/s", "", "p50 ms", "p99 ms", "errors", box=None, padding=(0, 1))
     for column in (0, 1, 3, 4):
         shown.columns[column].justify = "right"
-    for step in sorted(steps, key=lambda step: step.concurrency):
-        is_knee = found is not None and step is found.knee
-        style = "bold green" if is_knee else "" if step.is_clean else "red"
-        bar = Bar(most or 1.0, 0, step.throughput, width=24, color="green" if is_knee else "blue")
-        at_once, rate, p50, p99, errors = _cells(step)
-        shown.add_row(at_once, rate, bar, p50, p99, Text(errors), "← knee" if is_knee else "", style=style)
+    for step in rows:
+        style, colour = ("", "blue") if step.is_clean else ("red", "red")
+        at_once, rate, p50, p99, note = _cells(step)
+        if step == knee:
+            style, colour, note = "bold green", "green", f"{note} ← knee".strip()
+        bar = Bar(most or 1.0, 0, step.throughput, width=24, color=colour)
+        shown.add_row(at_once, rate, bar, p50, p99, Text(note), style=style)
     return shown
 
 

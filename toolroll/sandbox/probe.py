@@ -35,7 +35,7 @@ GROWTH = 0.05
 """Less than this share more is no growth. The knee is within as much of the best."""
 TOLERATED = 0.01
 """The share of executions that may fail: one lost connection among thousands is no limit reached."""
-FINENESS = 1.1
+FINENESS = 1.125
 """The knee is known closely enough when what was tried next to it is within this factor."""
 REFINEMENTS = 6
 """Most steps to look more closely, however noisy the measurements are."""
@@ -108,15 +108,19 @@ def next_concurrency(steps: Sequence[Step], maximum: int) -> int | None:
         return 1
     if rungs[-1].is_clean and not _is_flat(rungs) and rungs[-1].concurrency < maximum:
         return min(2 * rungs[-1].concurrency, maximum)
-    around = knee(steps)
-    if around is None or len(steps) - len(rungs) >= REFINEMENTS:
+    found = conclude(steps)
+    if found.knee is None or len(steps) - len(rungs) >= REFINEMENTS:
         return None
-    failed = min((step.concurrency for step in steps if not step.is_clean), default=maximum + 1)
-    below = max((step.concurrency for step in steps if step.concurrency < around.concurrency), default=0)
-    above = min((step.concurrency for step in steps if step.concurrency > around.concurrency), default=maximum + 1)
-    if above == failed and (between := _between(around.concurrency, above)):
+    here = found.knee.concurrency
+    tried = [step.concurrency for step in steps]
+    below = max((one for one in tried if one < here), default=0)
+    above = min((one for one in tried if one > here), default=0)
+    if above == _first_failed(steps) and (between := _between(here, above)):
         return between  # throughput grew as far as the server could take it: how far is that?
-    return _between(below, around.concurrency) if below else None
+    if below and (between := _between(below, here)):
+        return between
+    # To a peak no other concurrency bears witness, so it may have been luck.
+    return here if found.best == found.knee and tried.count(here) == 1 and here > 1 else None
 
 
 def knee(steps: Sequence[Step]) -> Step | None:
@@ -134,17 +138,21 @@ def knee(steps: Sequence[Step]) -> Step | None:
         allowance = min(math.hypot(step.noise, best.noise), GROWTH * best.throughput)
         return step.throughput >= (1 - GROWTH) * best.throughput - allowance
 
-    return min(filter(reaches, usable), key=lambda step: step.concurrency)
+    return next(filter(reaches, usable))
 
 
 def conclude(steps: Sequence[Step]) -> Conclusion:
-    """What the steps tell, once there is no next one."""
-    top = max(steps, key=lambda step: step.concurrency)
-    end = End.FLAT if _is_flat(_rungs(steps, top.concurrency)) else End.MAXIMUM
+    """What the steps tell. There must be one."""
+    end = End.FLAT if _is_flat(_rungs(steps, max(step.concurrency for step in steps))) else End.MAXIMUM
     if any(not step.is_clean for step in steps):
         end = End.ERRORS
     best = max(_usable(steps), key=lambda step: step.throughput, default=None)
     return Conclusion(knee=knee(steps), best=best, end=end)
+
+
+def latest(steps: Sequence[Step]) -> list[Step]:
+    """One step for each concurrency, in their order. The first of two was chosen for how good it looked."""
+    return sorted({step.concurrency: step for step in steps}.values(), key=lambda step: step.concurrency)
 
 
 def rates(executions: Sequence[tuple[float, float]], begin: float, end: float, slices: int = SLICES) -> list[float]:
@@ -167,8 +175,7 @@ def rates(executions: Sequence[tuple[float, float]], begin: float, end: float, s
 
 def _rungs(steps: Sequence[Step], maximum: int) -> list[Step]:
     """The steps of the climb: 1, 2, 4 and so on, and the maximum."""
-    climb = [step for step in steps if step.concurrency.bit_count() == 1 or step.concurrency == maximum]
-    return sorted(climb, key=lambda step: step.concurrency)
+    return [step for step in latest(steps) if step.concurrency.bit_count() == 1 or step.concurrency == maximum]
 
 
 def _is_flat(rungs: Sequence[Step]) -> bool:
@@ -182,10 +189,14 @@ def _is_flat(rungs: Sequence[Step]) -> bool:
     return len(rungs) >= 3 and not any(grew(index) for index in (len(rungs) - 2, len(rungs) - 1))
 
 
+def _first_failed(steps: Sequence[Step]) -> int | None:
+    return min((step.concurrency for step in steps if not step.is_clean), default=None)
+
+
 def _usable(steps: Sequence[Step]) -> list[Step]:
     """The steps below the first that failed."""
-    failed = min((step.concurrency for step in steps if not step.is_clean), default=math.inf)
-    return [step for step in steps if step.concurrency < failed]
+    failed = _first_failed(steps)
+    return [step for step in latest(steps) if failed is None or step.concurrency < failed]
 
 
 def _between(low: int, high: int) -> int | None:
@@ -342,7 +353,7 @@ class Probe:
         try:
             done = await self._attempt()
         except Failure as failure:
-            return failure.what.partition(":")[0]
+            return failure.what.partition(":")[0].replace("answered", "HTTP")
         except TimeoutError:
             return "no answer"
         except SandboxRefused:

@@ -31,9 +31,12 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from time import perf_counter
 from types import FrameType, TracebackType
-from typing import Any, Literal, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 from toolroll.sandbox.server import program
+
+if TYPE_CHECKING:
+    import asyncio
 
 Mode = Literal["script", "notebook"]
 LENGTH = struct.Struct(">I")
@@ -78,9 +81,14 @@ class Cells:
         self.room = MOST_DISPLAYED
         self.left_out = 0
         self.shown: BaseException | None = None
+        self.awaiting: asyncio.Task[Any] | None = None
+        self.interrupted = False
         self.pid = os.getpid()
         self.streams = (sys.stdout, sys.stderr)
         self.shell = _new_shell(self)
+        self.interruptible = {
+            method.__code__ for method in (type(self.shell).run_code, type(self.shell.events).trigger, Cells._finish)
+        }
         for code in ("display(1)\n1", "1 / 0", "1 +"):  # all that is imported or cached at first use, errors above all
             self._run(code, "notebook")
         self.shell.reset(new_session=True)
@@ -108,7 +116,7 @@ class Cells:
         status: int | None = None
         try:
             error, status = self._run(code, mode)
-        except BaseException as failure:  # most likely interrupted where IPython doesn't expect it
+        except BaseException as failure:  # interrupted at the very end, or IPython itself is broken
             error = self._error(failure, mode)
         seconds, cpu = perf_counter() - began, _cpu_seconds() - cpu_before
         _flush(self.streams)  # if the cell has replaced them, there may still be something in these
@@ -137,11 +145,30 @@ class Cells:
         self._tell_shown()
         self.shown = error
 
+    def run_coroutine(self, cell: Coroutine[Any, Any, Any]) -> Any:
+        """Run a cell that awaits."""
+        from IPython.core.async_helpers import get_asyncio_loop
+
+        self.awaiting = get_asyncio_loop().create_task(cell)  # type: ignore[no-untyped-call]
+        try:
+            return self.awaiting.get_loop().run_until_complete(self.awaiting)
+        finally:
+            self.awaiting = None
+
     def _run(self, code: str, mode: Mode) -> tuple[Error | None, int | None]:
-        """Run a cell: its error and exit status. In here SIGINT is a KeyboardInterrupt, elsewhere nothing."""
-        self.shown = None
+        """Run a cell: its error and exit status."""
+        self.shown, self.interrupted = None, False
         result = self.shell.run_cell(code, store_history=True)
         failure = result.error_in_exec if result.error_before_exec is None else result.error_before_exec
+        return self._finish(failure, mode)
+
+    def _finish(self, failure: BaseException | None, mode: Mode) -> tuple[Error | None, int | None]:
+        from asyncio import CancelledError
+
+        if self.interrupted and isinstance(failure, CancelledError):
+            failure = KeyboardInterrupt().with_traceback(failure.__traceback__)
+        if failure is None and isinstance(self.shown, KeyboardInterrupt):  # while a figure was drawn
+            failure = self.shown
         if self.shown is not failure:  # a `_repr_html_` that failed, a callback, the magic %tb: the cell went on
             self._tell_shown()
         error = status = None
@@ -156,11 +183,19 @@ class Cells:
         return error, status
 
     def _on_interrupt(self, _signal: int, frame: FrameType | None) -> None:
-        # Looking at the stack, not at a variable, leaves no moment in which it could hit our own code.
-        while frame is not None:
-            if frame.f_code is Cells._run.__code__:
+        """On SIGINT: KeyboardInterrupt in the cell's own code, at once or when it goes on. Between cells, nothing.
+
+        Where IPython or asyncio keep their books an exception would leave these in disorder, with locks held. Which
+        of the two it is shows in the stack, at every moment.
+        """
+        while frame is not None and frame.f_code is not Cells._run.__code__:
+            if frame.f_code in self.interruptible:
                 raise KeyboardInterrupt
             frame = frame.f_back
+        self.interrupted = frame is not None
+        if self.awaiting is not None:
+            self.awaiting.cancel()
+            self.awaiting.get_loop().call_soon_threadsafe(lambda: None)  # wakes the loop
 
     def _error(self, failure: BaseException, mode: Mode) -> Error:
         lines = self._lines(failure, mode)
@@ -350,7 +385,7 @@ def _new_shell(cells: Cells) -> Any:
         ipython_dir="",
         profile_dir=ProfileDir(),
         colors="nocolor",
-        loop_runner=_run_coroutine,
+        loop_runner=cells.run_coroutine,
         exiter=Exit(),  # type: ignore[no-untyped-call]
     )
     shell.db = {}
@@ -381,6 +416,8 @@ def _shell_class(cells: Cells) -> Any:
 
         async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
             try:
+                if cells.interrupted:
+                    raise KeyboardInterrupt
                 if async_:
                     await eval(code_obj, self.user_global_ns, self.user_ns)  # noqa: S307
                 else:
@@ -432,21 +469,6 @@ def _display_classes(cells: Cells) -> tuple[Any, Any]:
                 cells.display(data)
 
     return Hook, Publisher
-
-
-def _run_coroutine(cell: Coroutine[Any, Any, Any]) -> Any:
-    """Run a cell that awaits. If it is interrupted, nothing of it is left in the loop for the next one."""
-    from IPython.core.async_helpers import get_asyncio_loop
-
-    loop = get_asyncio_loop()  # type: ignore[no-untyped-call]
-    task = loop.create_task(cell)
-    try:
-        return loop.run_until_complete(task)
-    except BaseException:
-        task.cancel()
-        with contextlib.suppress(Exception):
-            loop.run_until_complete(task)
-        raise
 
 
 def _system(command: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Cgroup:
     descriptors: list[int] = field(default_factory=list)
     """Files that a process writes "0" to, to enter. Opened here, so that it needs no right of its own to."""
     limit: int = -1
+    _events: int = -1
 
     def set_memory(self, most: int) -> None:
         """Limit the memory, swap included, to so many bytes."""
@@ -49,18 +51,17 @@ class Cgroup:
 
     def memory_kills(self) -> int:
         """How many processes the kernel has ended here for want of memory, ever."""
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        for line in (self.memory / name).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
-        return 0
+        if self._events < 0:
+            name = "memory.events" if self.version == 2 else "memory.oom_control"
+            self._events = os.open(self.memory / name, os.O_RDONLY | os.O_CLOEXEC)
+        found = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def remove(self) -> None:
         """Take it away. Only what is empty can be."""
-        for descriptor in self.descriptors:
+        for descriptor in (*self.descriptors, *([self._events] if self._events >= 0 else [])):
             os.close(descriptor)
-        self.descriptors = []
+        self.descriptors, self._events = [], -1
         for directory in self.directories:
             with contextlib.suppress(OSError):
                 directory.rmdir()

@@ -43,6 +43,8 @@ from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
 
 logger = logging.getLogger(__name__)
 
+_OPEN = ("/v1/ping", "/metrics")
+"""Asked by load balancers and monitors, which have no token; they say nothing of anybody's programs."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -91,7 +93,7 @@ class Front:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn whatever is raised into an answer."""
         try:
-            if request.path != "/metrics":
+            if request.path not in _OPEN:
                 self._check_token(request)
             return await handler(request)
         except Full as full:

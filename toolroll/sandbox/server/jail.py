@@ -31,18 +31,22 @@ PER_PROGRAM = (
 def move_in(plan: Plan) -> None:
     """Put a warm interpreter into its place. Returns in a child of the caller, which itself only waits for it."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if not plan["namespaces"]:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        _filter(plan["seccomp"])
         return
     spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNET
     if os.geteuid() == 0:
         # The root is built as root: only root may look into every directory on the way.
         kernel.unshare(spaces)
+        kernel.sethostname("sandbox")
         root.build(plan["readable"])
         become(NOBODY)
         _enter_user_namespace(0, kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
     else:
         _enter_user_namespace(0, spaces | kernel.CLONE_NEWPID)
+        kernel.sethostname("sandbox")
         root.build(plan["readable"])
     # A pid namespace of its own, so that it may enter those of programs and come back, and that all end with it.
     if child := os.fork():
@@ -52,11 +56,11 @@ def move_in(plan: Plan) -> None:
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     kernel.mount("tmpfs", root.TMP, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=16m")
     root.show_below_tmp(plan["readable"])
+    _filter(plan["seccomp"])
 
 
 def enter(plan: Plan, spec: Spec) -> str:
     """Put this process, which was just cloned for it, into the jail of a program. Its working directory."""
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError):  # when memory runs out on the machine, programs go before servers
         _write("/proc/self/oom_score_adj", b"1000")
     if plan["namespaces"]:
@@ -66,13 +70,13 @@ def enter(plan: Plan, spec: Spec) -> str:
         kernel.mount("tmpfs", root.TMP, "tmpfs", hidden, options)
         kernel.mount("proc", "/proc", "proc", hidden | kernel.MS_NOEXEC)
         root.show_below_tmp(plan["readable"])
-        kernel.sethostname("sandbox")
         kernel.loopback_up()
         _enter_user_namespace(1000)
         os.mkdir(root.SHARED_MEMORY)
         directory = WORK
         os.mkdir(directory)
     else:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         directory = spec["directory"]
     os.chdir(directory)
     return directory
@@ -86,11 +90,11 @@ def lock(plan: Plan, directory: str, *, keep: Iterable[int] = ()) -> None:
     kernel.drop_capabilities(keep)
     if plan["landlock"]:
         if plan["namespaces"]:
-            landlock.restrict(plan["landlock"], ["/"], [root.TMP], network=True)
+            landlock.restrict(plan["landlock"], ["/"], [root.TMP], ["/dev"], network=True)
         else:
-            landlock.restrict(plan["landlock"], [*plan["readable"], "/proc"], [directory], network=False)
-    if plan["seccomp"]:
-        kernel.seccomp(base64.b64decode(plan["seccomp"]))
+            readable = [*plan["readable"], "/proc"]
+            landlock.restrict(plan["landlock"], readable, [directory], landlock.DEVICES, network=False)
+    _filter(plan["seccomp_of_program"])
 
 
 def become(user: int) -> None:
@@ -137,6 +141,11 @@ def _enter_user_namespace(inside: int, more: int = 0) -> None:
     _write("/proc/self/setgroups", b"deny")
     _write("/proc/self/uid_map", f"{inside} {uid} 1".encode())
     _write("/proc/self/gid_map", f"{inside} {gid} 1".encode())
+
+
+def _filter(program: str) -> None:
+    if program:
+        kernel.seccomp(base64.b64decode(program))
 
 
 def _write(path: str, value: bytes) -> None:

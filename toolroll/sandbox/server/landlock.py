@@ -18,13 +18,16 @@ _LAST_RIGHT_OF_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
 _TCP = 0b11
 _ABSTRACT_SOCKETS, _SIGNALS = 0b01, 0b10
 
+# Not all of /dev: a terminal of the server's user must not be typed into.
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SIGNALS_FROM = 6
 """The first ABI that keeps a process from signalling those outside."""
 
 
-def restrict(abi: int, readable: Iterable[str], writable: Iterable[str], *, network: bool) -> None:
-    """Allow reading and executing below `readable`, everything below `writable`, and nothing else.
+def restrict(
+    abi: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], *, network: bool
+) -> None:
+    """Allow reading and executing below `readable`, everything below `writable`, use of devices, and nothing else.
 
     Without `network`, TCP is denied too, where the kernel can. Sockets and processes outside can't be reached by
     abstract name or by signal, where the kernel can. Needs no_new_privs.
@@ -43,7 +46,7 @@ def restrict(abi: int, readable: Iterable[str], writable: Iterable[str], *, netw
             kernel.landlock_allow_beneath(ruleset, path, reading & ~READ_DIR)
     for path in writable:
         kernel.landlock_allow_beneath(ruleset, path, all_rights)
-    for path in DEVICES:  # not all of /dev: a terminal of the server's user must not be typed into
+    for path in devices:
         rights = READ_FILE | WRITE_FILE | TRUNCATE | IOCTL_DEV
         kernel.landlock_allow_beneath(ruleset, path, rights & all_rights)
     kernel.landlock_restrict_self(ruleset)

@@ -28,6 +28,7 @@ from toolroll.sandbox.protocol import (
 )
 from toolroll.sandbox.server import languages
 from toolroll.sandbox.server.cgroup import Cgroup
+from toolroll.sandbox.server.interpreter import START_WITHIN, Interpreter
 from toolroll.sandbox.server.job import BadRequest, Finished, Job, JobFailed
 from toolroll.sandbox.server.pool import Pool
 from toolroll.sandbox.server.process import Process
@@ -67,7 +68,7 @@ class Sandbox:
         self._programs = 0
 
     async def start(self) -> None:
-        """Be ready for programs. The other interpreters take longer than the plain ones, which do for them till then."""
+        """Be ready for programs. Other interpreters take longer than the plain ones, which do for them till then."""
         for pool in (self.plain, self.scientific, self.notebook):
             pool.start()
         self._spawn(self._end_idle_sessions())
@@ -110,7 +111,7 @@ class Sandbox:
             spec["files"] |= prepared.files
             timeouts = [stage["timeout"] for stage in prepared.stages]
             pool = self.plain
-        interpreter = await pool.interpreter()
+        interpreter = await _interpreter_of(pool)
         stdin = (request.stdin or "").encode()
         job = Job(self.plan, spec, stdin, timeouts, self.settings.output_kb * 1024, self._place(spec))
         self._release_when_gone(job.process, job.cgroup, spec)
@@ -118,6 +119,7 @@ class Sandbox:
 
     async def run_jupyter(self, request: RunJupyterRequest) -> RunJupyterResponse:
         """Run cells one after the other in an interpreter of their own."""
+        await _interpreter_of(self.notebook)
         began = time.monotonic()
         session = self._new_session(self._spec(request, kind="cells", filename="", code=""))
         response = RunJupyterResponse(status=RunStatus.SUCCESS)
@@ -147,6 +149,7 @@ class Sandbox:
                 "A session takes no stdin, files or fetch_files: its cells read and write files themselves."
             )
         assert request.session_id is not None
+        await _interpreter_of(self.notebook)
         async with self.sessions.use(request.session_id) as (session, is_new):
             cell = await session.run(request.code, "script", request.run_timeout)
         shown = "".join(f"{one['text/plain']}\n" for one in cell.display if isinstance(one.get("text/plain"), str))
@@ -234,6 +237,15 @@ class Sandbox:
         while True:
             await asyncio.sleep(min(1.0, self.settings.session_ttl / 4))
             self.sessions.end_idle()
+
+
+async def _interpreter_of(pool: Pool) -> Interpreter:
+    """One that is ready. They take a second or two to be, after the server's start and after a death."""
+    try:
+        async with asyncio.timeout(START_WITHIN):
+            return await pool.interpreter()
+    except TimeoutError:
+        raise JobFailed(f"no interpreter was ready within {START_WITHIN:g} s") from None
 
 
 def _answer(done: Finished, *, compiled: bool) -> RunCodeResponse:

@@ -3,6 +3,10 @@
 Refused with EPERM is what exists and is too dangerous: what changes namespaces, mounts, keys, modules, other processes'
 memory, or opens a part of the kernel with a history of holes. Whatever is on neither list gets ENOSYS, as if the kernel
 were older: libraries then fall back, which is also why clone3 is answered so (its flags can't be seen by a filter).
+
+There are two filters, as loading a large one costs a millisecond. The large one is loaded by a warm interpreter, once,
+and every program inherits it; a small one is loaded by each program and takes away the calls that only the way into the
+jail needs.
 """
 
 from __future__ import annotations
@@ -66,37 +70,66 @@ process_vm_writev ptrace quotactl quotactl_fd reboot remap_file_pages request_ke
 sethostname setns settimeofday swapoff swapon syslog umount umount2 unshare uselib userfaultfd ustat vhangup
 """
 REFUSED = frozenset(_DANGEROUS.split())
+ON_THE_WAY = frozenset({"mount", "setns", "unshare"})
+"""Calls that a warm interpreter and its clones need until a program begins."""
 
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 
 @cache
-def compile_filter(*, network: bool) -> bytes:
-    """The filter as the kernel wants it. Without `network` only sockets of this machine's own kind can be made."""
+def large_filter(*, namespaces: bool) -> bytes:
+    """The filter of a warm interpreter that makes namespaces, or doesn't, as the kernel wants it.
+
+    Without namespaces a program has no network of its own, so only sockets of the local kind can be made.
+    """
+    pyseccomp = _pyseccomp()
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
+    on_the_way = ON_THE_WAY if namespaces else frozenset()
+    for name in sorted(ALLOWED | on_the_way):
+        _add(rules, pyseccomp.ALLOW, name)
+    for name in sorted(REFUSED - on_the_way):
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+    if namespaces:
+        _add(rules, pyseccomp.ALLOW, "clone")
+    else:
+        _add(rules, pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+
+    def is_(number: int, value: int) -> Any:
+        return pyseccomp.Arg(number, pyseccomp.MASKED_EQ, 0xFFFFFFFF, value)
+
+    for family in _FAMILIES if namespaces else (socket.AF_UNIX,):
+        _add(rules, pyseccomp.ALLOW, "socket", is_(0, family))
+    if namespaces:  # name look-ups ask for the machine's addresses, and are answered with the loopback's
+        _add(rules, pyseccomp.ALLOW, "socket", is_(0, socket.AF_NETLINK), is_(2, 0))
+    return _exported(rules)
+
+
+@cache
+def small_filter() -> bytes:
+    """The filter of a program that has come into its jail by way of namespaces."""
+    pyseccomp = _pyseccomp()
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for name in sorted(ON_THE_WAY):
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+    for flag in (1 << bit for bit in range(32) if _NEW_NAMESPACES >> bit & 1):
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
+    return _exported(rules)
+
+
+def _pyseccomp() -> Any:
     try:
         import pyseccomp
     except ImportError as error:
         raise MissingExtra("pyseccomp", "sandbox") from error
     except (OSError, RuntimeError) as error:
         raise ConfigError("libseccomp is missing: install it (Debian: apt install libseccomp2).") from error
-    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
-    for name in sorted(ALLOWED):
-        _add(rules, pyseccomp.ALLOW, name)
-    for name in sorted(REFUSED):
-        _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
-    _add(rules, pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+    return pyseccomp
 
-    def is_(number: int, value: int) -> Any:
-        return pyseccomp.Arg(number, pyseccomp.MASKED_EQ, 0xFFFFFFFF, value)
 
-    for family in _FAMILIES if network else (socket.AF_UNIX,):
-        _add(rules, pyseccomp.ALLOW, "socket", is_(0, family))
-    if network:  # name look-ups ask for the machine's addresses, and are answered with the loopback's
-        _add(rules, pyseccomp.ALLOW, "socket", is_(0, socket.AF_NETLINK), is_(2, 0))
+def _exported(rules: Any) -> bytes:
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
-        file.flush()
         return os.pread(file.fileno(), 1 << 20, 0)
 
 

@@ -30,7 +30,9 @@ class Plan(TypedDict):
     landlock: int
     """The kernel's Landlock ABI; 0 for none."""
     seccomp: str
-    """The compiled filter, in base64; empty for none."""
+    """The filter of warm interpreters, which programs inherit, in base64; empty for none."""
+    seccomp_of_program: str
+    """What is added to it for a program."""
     readable: list[str]
     """The parts of the machine's file system that programs may read and execute."""
     scratch: str

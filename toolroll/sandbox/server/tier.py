@@ -105,7 +105,8 @@ def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool)
         "tier": "A" if with_cgroups else "B",
         "namespaces": True,
         "landlock": abi,
-        "seccomp": base64.b64encode(seccomp.compile_filter(network=True)).decode(),
+        "seccomp": base64.b64encode(seccomp.large_filter(namespaces=True)).decode(),
+        "seccomp_of_program": base64.b64encode(seccomp.small_filter()).decode(),
         "readable": readable,
         "scratch": "",
         "limits": limits,
@@ -113,11 +114,12 @@ def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool)
     }
     plans = [plan]
     scratch = f"{tempfile.gettempdir()}/toolroll-{os.getpid()}"
-    without = base64.b64encode(seccomp.compile_filter(network=False)).decode()
+    bare: Plan = {**plan, "namespaces": False, "scratch": scratch, "seccomp_of_program": ""}
     if abi >= landlock.SIGNALS_FROM or (abi and os.geteuid() == 0):
-        plans.append({**plan, "tier": "C", "namespaces": False, "seccomp": without, "scratch": scratch})
+        without = base64.b64encode(seccomp.large_filter(namespaces=False)).decode()
+        plans.append({**bare, "tier": "C", "seccomp": without})
     if settings.unsafe:
-        plans.append({**plan, "tier": "unsafe", "namespaces": False, "landlock": 0, "seccomp": "", "scratch": scratch})
+        plans.append({**bare, "tier": "unsafe", "landlock": 0, "seccomp": ""})
     return plans
 
 

@@ -1,0 +1,343 @@
+"""Programs and requests that ask for too much: files, output, input and memory, on the machine of these tests.
+
+What is asked for is bounded or refused, the machine doesn't notice, and the server serves the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from sandbox.serving import Serving, serving, wait_until
+from toolroll.errors import SandboxRefused
+from toolroll.sandbox.client import SandboxClient
+from toolroll.sandbox.execution import Outcome
+
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+async def _the_next_is_served(client: SandboxClient) -> AsyncIterator[None]:
+    yield
+    done = await client.run("import os\nprint(os.listdir('.'), os.listdir('/tmp/work'))")
+    assert (done.outcome, done.stdout) == (Outcome.OK, "['main.py'] ['main.py']\n")
+
+
+async def ask(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """Post what no client of ours would."""
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/run_code", data=body) as response:
+        return response.status, json.loads(await response.read())
+
+
+# Output and input
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("size", [300_000, MEGABYTE - 1, MEGABYTE, MEGABYTE + 1, 2_000_000, 300 * MEGABYTE])
+async def test_output_is_whole_up_to_the_limit_and_then_marked(stream: str, size: int, client: SandboxClient) -> None:
+    code = f"import sys\nfor _ in range({size} // 1000): sys.{stream}.write('x' * 1000)\nsys.{stream}.write('y' * ({size} % 1000))"
+    done = await client.run(code)
+    kept = ("x" * (size // 1000 * 1000) + "y" * (size % 1000))[:MEGABYTE]
+    assert done.outcome is Outcome.OK
+    assert getattr(done, stream) == kept
+    assert getattr(done, f"{stream}_truncated") == (size > MEGABYTE)
+    assert done.execution_time < 3
+
+
+async def test_a_million_small_writes_come_whole(client: SandboxClient) -> None:
+    done = await client.run("import os\nfor _ in range(1_000_000): os.write(1, b'x')", run_timeout=20)
+    assert (done.outcome, done.stdout) == (Outcome.OK, "x" * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"b'caf\xc3\xa9 \xff\xfe end'", "café \ufffd\ufffd end"),
+        (r"b'\xed\xa0\x80'", "\ufffd\ufffd\ufffd"),
+        (r"b'\xc3' * 3", "\ufffd\ufffd\ufffd"),
+        (r"b'\0' * 100_000", "\0" * 100_000),
+        (r"b'\x1b]0;owned\x07\r\n'", "\x1b]0;owned\x07\r\n"),
+    ],
+)
+async def test_odd_bytes_harm_nothing_but_themselves(written: str, read: str, client: SandboxClient) -> None:
+    done = await client.run(f"import sys\nsys.stdout.buffer.write({written})\nsys.stderr.buffer.write({written})")
+    assert (done.outcome, done.stdout, done.stderr) == (Outcome.OK, read, read)
+
+
+@pytest.mark.parametrize("field", ["code", "stdin"])
+async def test_a_lone_surrogate_is_answered(field: str, server: str, client: SandboxClient) -> None:
+    fields = {"code": '"import sys; print(ascii(sys.stdin.read()))"', "stdin": '"in"'}
+    fields[field] = r'"print(ascii(\"\ud800\"))"' if field == "code" else r'"\ud800"'
+    body = f'{{"language": "python", "code": {fields["code"]}, "stdin": {fields["stdin"]}}}'
+    status, answer = await ask(server, body.encode())
+    assert (status, answer["status"]) == (200, "Success")
+    assert answer["run_result"]["stdout"] == "'\\ufffd'\n"
+    by_client = {"code": "print(1)", "stdin": "", field: "print('\ud800')" if field == "code" else "\ud800"}
+    assert (await client.run(**by_client)).outcome is Outcome.OK
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"null", b"[]", b"{", b"\xff", b'"x"', b"[" * 100_000, b'{"code": 1, "language": "python"}', b'{"code": "1"}',
+        b'{"code": "1", "language": "python", "run_timeout": 1e999}',
+        b'{"code": "1", "language": "python", "run_timeout": NaN}',
+        b'{"code": "1", "language": "python", "run_timeout": -1}',
+        b'{"code": "1", "language": "python", "memory_limit_MB": 1e300}',
+        b'{"code": "1", "language": "python", "memory_limit_MB": 99999999}',
+        b'{"code": "1", "language": "python", "files": {"a": "no base64!"}}',
+        b'{"code": "1", "language": "python", "files": {"a": "\xc3\xa9"}}',
+        b'{"code": "1", "language": "../../bin/sh"}',
+    ],
+)  # fmt: skip
+async def test_a_bad_request_is_refused(body: bytes, server: str) -> None:
+    status, answer = await ask(server, body)
+    assert status in (400, 422), answer
+    assert answer["detail"]
+
+
+async def test_large_code_and_input_are_taken(client: SandboxClient) -> None:
+    done = await client.run("import sys\nprint(len(sys.stdin.read()))", stdin="x" * (40 * MEGABYTE))
+    assert done.stdout == f"{40 * MEGABYTE}\n"
+    done = await client.run("x = '" + "y" * (10 * MEGABYTE) + "'\nprint(len(x))")
+    assert done.stdout == f"{10 * MEGABYTE}\n"
+
+
+async def test_input_that_is_too_large_is_refused(client: SandboxClient) -> None:
+    with pytest.raises(SandboxRefused, match="413"):
+        await client.run("print(1)", stdin="x" * (100 * MEGABYTE))
+
+
+# Files
+
+
+REFUSED_PATHS = [
+    "/etc/passwd", "/etc/new", "/usr/bin/new", "/new", "/root/new", "/home/new/new", "../../etc/new", "../../../new",
+    "/proc/self/environ", "/proc/self/fd/4", "/proc/self/fd/1", "/proc/self/fd/0", "/proc/1/mem", "/proc/sysrq-trigger",
+    "/proc/self/oom_score_adj", "/sys/new", "/dev/new", "/dev/stdout", "/dev/stderr", "/dev/tty", "/dev/full",
+    "/proc/self/root/etc/new", "/proc/self/cwd/../../etc/new", "", ".", "..", "/", "a/", "main.py/a", "a\0b", "x" * 300,
+    "a/" * 3000 + "a", f"{sys.prefix}/new", os.__file__,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REFUSED_PATHS, ids=lambda path: repr(path[:40]))
+async def test_a_file_is_written_only_where_the_program_could(
+    path: str, client: SandboxClient, sandbox: Serving
+) -> None:
+    before = len(sandbox.processes())
+    try:
+        done = await client.run("print('ran')", files={path: b'{"error": "forged"}\n'})
+    except SandboxRefused as refused:
+        assert "422" in str(refused)
+        assert path[:20].replace("\0", "") in str(refused) or "\0" in path
+    else:  # then it was written to something that is the program's own and holds nothing, and the program isn't hurt
+        assert (done.outcome, done.stdout.splitlines()[-1]) == (Outcome.OK, "ran")
+        assert path.startswith(("/dev/", "/proc/self/fd/"))
+    assert wait_until(lambda: len(sandbox.processes()) <= before, within=2)
+    assert not any(Path(parent, "new").exists() for parent in ("/", "/etc", "/usr/bin", "/root", "/home", sys.prefix))
+
+
+async def test_files_may_be_anywhere_in_its_own_tmp(client: SandboxClient) -> None:
+    files = {"a/b/c": b"1", "/tmp/elsewhere": b"2", "../beside": b"3", "a/../d": b"4", "./e": b"5", "é\n": b"6"}
+    code = "import os\nprint(*(open(p).read() for p in ('a/b/c', '/tmp/elsewhere', '/tmp/beside', 'd', 'e', 'é\\n')))"
+    assert (await client.run(code, files=files)).stdout == "1 2 3 4 5 6\n"
+    assert not Path("/tmp/elsewhere").exists()
+    assert not Path("/tmp/beside").exists()
+
+
+# Path → how the program makes it. Nothing of these is a file that the program could read.
+NOT_FETCHED = {
+    "to shadow": "os.symlink('/etc/shadow', path)",
+    "to home": f"os.symlink({str(Path.home() / '.bashrc')!r}, path)",
+    "to the checkout": f"os.symlink({__file__!r}, path)",
+    "to itself": "os.symlink(path, path)",
+    "to nothing": "os.symlink('/nothing', path)",
+    "directory": "os.mkdir(path)",
+    "fifo": "os.mkfifo(path)",
+    "socket": "socket.socket(socket.AF_UNIX).bind(path)",
+    "to zero": "os.symlink('/dev/zero', path)",
+    "to random": "os.symlink('/dev/urandom', path)",
+    "to a process": "os.symlink('/proc/self/mem', path)",
+    "to the kernel's messages": "os.symlink('/proc/kmsg', path)",
+    "to the first process": "os.symlink('/proc/1/environ', path)",
+    "unreadable": "open(path, 'w').write('x'); os.chmod(path, 0)",
+    "removed": "open(path, 'w').write('x'); os.unlink(path)",
+}
+
+
+@pytest.mark.parametrize("name", NOT_FETCHED)
+async def test_fetches_nothing_but_files_of_the_program(name: str, client: SandboxClient) -> None:
+    code = f"import os, socket\npath = {name!r}\n{NOT_FETCHED[name]}\nopen('mine', 'w').write('kept')"
+    done = await client.run(code, fetch_files=[name, "mine"])
+    assert done.outcome is Outcome.OK, done.stderr
+    assert done.files == {"mine": b"kept"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/etc/shadow", "../../../../etc/shadow", "/root/.bashrc", str(Path.home() / ".bashrc"), __file__, "/dev/zero", "/dev/stdin",
+     "/proc/self/mem", "/proc/kcore", "/proc/1/environ", "/proc/1/root/etc/shadow", "/tmp", ".", "", "a\0b", "x" * 5000],
+    ids=lambda path: repr(path[:40]),
+)  # fmt: skip
+async def test_fetches_nothing_of_the_machine(path: str, client: SandboxClient) -> None:
+    done = await client.run("print(1)", fetch_files=[path])
+    assert (done.outcome, done.files) == (Outcome.OK, {})
+
+
+async def test_fetched_files_hold_no_secret(client: SandboxClient) -> None:
+    paths = [f"/proc/{of}/{name}" for of in ("self", "1", "2", "3") for name in ("environ", "cmdline", "maps", "fd/3")]
+    with serving(environment={"SECRET": "correct-horse"}) as server:
+        async with SandboxClient(server.url) as other:
+            done = await other.run("print(1)", fetch_files=paths)
+    assert done.outcome is Outcome.OK
+    assert not [path for path, content in done.files.items() if b"correct-horse" in content]
+
+
+async def test_fetches_after_the_directory_was_replaced(client: SandboxClient) -> None:
+    code = (
+        "import os\nopen('a', 'w').write('mine')\nos.rename('/tmp/work', '/tmp/old')\nos.symlink('/etc', '/tmp/work')"
+    )
+    done = await client.run(code, fetch_files=["a", "shadow", "passwd", "/tmp/work/shadow"])
+    assert (done.outcome, done.files) == (Outcome.OK, {"a": b"mine"})
+
+
+async def test_a_fetch_that_is_too_large_is_refused_in_words(server: str, sandbox: Serving) -> None:
+    code = "f = open('large', 'wb')\nfor _ in range(300): f.write(bytes(1 << 20))\nopen('small', 'w').write('x')"
+    body = {"language": "python", "code": code, "fetch_files": ["large", "small"]}
+    front = sandbox.processes()[0]
+    before = front.memory_info().rss
+    status, answer = await ask(server, json.dumps(body).encode())
+    assert (status, answer["status"]) == (200, "Success")
+    assert answer["files"] == {"small": b64encode(b"x").decode()}
+    assert "large" in answer["message"]
+    assert front.memory_info().rss - before < 300 * MEGABYTE
+
+
+async def test_a_fetch_needs_no_memory_of_the_program(client: SandboxClient) -> None:
+    code = "f = open('file', 'wb')\nfor _ in range(60): f.write(bytes(1 << 20))"
+    done = await client.run(code, memory_limit_mb=128, fetch_files=["file"])
+    assert (done.outcome, done.return_code) == (Outcome.OK, 0)
+    assert len(done.files["file"]) == 60 * MEGABYTE
+
+
+async def test_files_do_not_grow_after_the_end(client: SandboxClient) -> None:
+    """A child that goes on writing can't keep the answer back, or make it larger than is allowed."""
+    code = (
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    f = open('log', 'wb')\n    while True: f.write(b'x' * 4096)\n"
+        "import time; time.sleep(0.2)"
+    )
+    began = time.monotonic()
+    done = await client.run(code, fetch_files=["log"])
+    assert done.outcome is Outcome.OK
+    assert time.monotonic() - began < 5
+
+
+# Disk and memory
+
+
+async def test_a_full_disk_is_the_programs_own(client: SandboxClient) -> None:
+    before = shutil.disk_usage("/tmp").used
+    code = """
+import os
+try:
+    for n in range(10):
+        with open(f"/tmp/{n}", "wb") as f:
+            for _ in range(100): f.write(bytes(1 << 20))
+except OSError as error:
+    print(error.errno, sum(os.stat(f"/tmp/{n}").st_size for n in range(10) if os.path.exists(f"/tmp/{n}")) >> 20)
+"""
+    done = await client.run(code, run_timeout=20)
+    number, megabytes = map(int, done.stdout.split())
+    assert number == errno.ENOSPC
+    assert 400 < megabytes <= 512
+    assert shutil.disk_usage("/tmp").used - before < 50 * MEGABYTE
+
+
+async def test_files_run_out_only_for_the_program(client: SandboxClient) -> None:
+    code = "n = 0\ntry:\n    while True: open(f'/tmp/{n}', 'w').close(); n += 1\nexcept OSError as error: print(error.errno, n)"
+    done = await client.run(code, run_timeout=30)
+    number, made = map(int, done.stdout.split())
+    assert number == errno.ENOSPC
+    assert made <= 64 * 1024
+
+
+async def test_one_huge_file_is_cut_off(client: SandboxClient) -> None:
+    code = "import os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nf = open('x', 'wb')\nos.truncate('x', 1 << 40)"
+    done = await client.run(code)
+    assert done.outcome is Outcome.FAILED
+    assert "File too large" in done.stderr
+
+
+HOARDS = {
+    "children": "for _ in range(8):\n    if os.fork() == 0:\n        x = b'x' * (300 << 20)\n        time.sleep(9)\n"
+    "while os.wait()[1] == 0: pass\nos._exit(1)",
+    "files in memory": "kept = []\nwhile True:\n    fd = os.memfd_create('x')\n    kept.append(fd)\n    os.write(fd, b'x' * (64 << 20))",
+    "shared memory": "libc.shmat.restype = ctypes.c_void_p\nfor n in range(40):\n"
+    "    at = libc.shmat(libc.shmget(n + 1, 64 << 20, 0o1600), None, 0)\n    at and ctypes.memset(at, 1, 64 << 20)\nos._exit(1)",
+    "pipes": "kept = []\ntry:\n    for _ in range(500):\n        r, w = os.pipe()\n        os.set_blocking(w, False)\n"
+    "        kept.append((r, w))\n        try: fcntl.fcntl(w, 1031, 1 << 20)\n        except OSError: pass\n"
+    "        try:\n            while True: os.write(w, b'x' * 65536)\n        except BlockingIOError: pass\n"
+    "except OSError: pass\nos._exit(1)",
+    "TCP": "kept = []\ns = socket.create_server(('127.0.0.1', 0))\nfor _ in range(480):\n"
+    "    c = socket.create_connection(s.getsockname())\n    c.setblocking(False)\n    kept.append((s.accept()[0], c))\n"
+    "for _ in range(20):\n    for _, c in kept:\n        try: c.send(b'x' * (1 << 20))\n        except BlockingIOError: pass\nos._exit(1)",
+}
+
+
+@pytest.mark.parametrize("name", HOARDS)
+async def test_memory_is_limited_over_all_that_a_program_has(
+    name: str, client: SandboxClient, sandbox: Serving
+) -> None:
+    if sandbox.tier != "A":
+        pytest.skip("without a cgroup the limit is each process's own")
+    code = f"import ctypes, fcntl, os, socket, time\nlibc = ctypes.CDLL(None)\n{HOARDS[name]}"
+    most, before = 0, psutil.virtual_memory().available
+    running = asyncio.create_task(client.run(code, memory_limit_mb=1024, run_timeout=10))
+    while not running.done():
+        most = max(most, before - psutil.virtual_memory().available)
+        await asyncio.sleep(0.02)
+    done = running.result()
+    assert most < 1500 * MEGABYTE
+    assert done.outcome in (
+        (Outcome.OUT_OF_MEMORY,) if name in ("children", "files in memory") else (Outcome.OUT_OF_MEMORY, Outcome.FAILED)
+    )
+
+
+async def test_what_one_program_hoarded_is_not_charged_to_the_next(client: SandboxClient) -> None:
+    for _ in range(4):
+        full = await client.run("open('/tmp/x', 'wb').write(bytes(400 << 20))\nx = b'x' * (300 << 20)")
+        small, other = await asyncio.gather(*(client.run("print(1)", memory_limit_mb=64) for _ in range(2)))
+        assert (full.outcome, small.outcome, other.outcome) == (Outcome.OK,) * 3
+
+
+async def test_no_core_is_left(client: SandboxClient) -> None:
+    done = await client.run(
+        "import os\nos.chdir('/tmp/work')\nos.fork() or os.abort()\nos.wait()\nprint(os.listdir('.'))"
+    )
+    assert done.stdout == "['main.py']\n"
+
+
+async def test_set_up_that_fails_leaves_nothing(client: SandboxClient, sandbox: Serving) -> None:
+    def there() -> tuple[int, int, int]:
+        mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
+        return mounts, len(sandbox.processes()), sandbox.processes()[0].num_fds()
+
+    await asyncio.gather(*(client.run("print(1)") for _ in range(4)))
+    before = there()
+    for _ in range(100):
+        with pytest.raises(SandboxRefused, match="can't be written"):
+            await client.run("print(1)", files={"/usr/new": b""})
+    assert wait_until(lambda: there() <= before or all(now <= then for now, then in zip(there(), before, strict=True)))

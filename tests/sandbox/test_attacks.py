@@ -1,0 +1,808 @@
+"""Programs that mean harm, on every kind of machine: what they must not reach, and what must not stay of them.
+
+Each attack is run against a real server: as it runs on the machine of these tests; in a container, where it has neither
+namespaces nor cgroups; and both as root and as a user without rights. After each, the next program is served as if
+nothing had been.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import re
+import socket
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent, indent
+
+import psutil
+import pyseccomp
+import pytest
+from sandbox.serving import Serving, serving, wait_until
+
+from toolroll.sandbox.client import SandboxClient
+from toolroll.sandbox.execution import Execution, Outcome
+
+USER = 61_234
+"""The number of a user without rights."""
+MODES = {"private": 0o600, "public": 0o666}
+SECRET = "correct-horse-battery-staple"
+ELSEWHERE = [sys.executable, str(Path(__file__).with_name("docker_like.py"))]
+MACHINES = {
+    "as it is": [],
+    "a container": [*ELSEWHERE, "--seccomp"],
+    "a user": [*ELSEWHERE, "--user", str(USER)],
+    "a user in a container": [*ELSEWHERE, "--user", str(USER), "--seccomp"],
+}
+PRIVATE = ("/etc/ssh", "/root", "/home", "/var/log", "/var/lib/dpkg", "/run", "/sys/kernel", "/boot", str(Path(__file__).parent))
+TIERS = {"as it is": "AB", "a container": "C", "a user": "B", "a user in a container": "C"}
+
+
+@dataclass
+class Machine:
+    """A server on a machine of some kind, and what an attacker may know of it."""
+
+    name: str
+    server: Serving
+    tier: str
+    outside: Path
+    """A directory of the machine that everybody may write to, with files of the server's user."""
+    before: dict[str, int]
+
+    @property
+    def facts(self) -> str:
+        """Python that tells a program what it is up against."""
+        facts = {
+            "SERVER": self.server.process.pid,
+            "PROCESSES": [one.pid for one in self.server.processes()],
+            "PORT": int(self.server.url.rpartition(":")[2]),
+            "OUTSIDE": str(self.outside),
+            "CHECKOUT": str(Path(__file__).parents[2]),
+            "HOME": str(Path.home()),
+            "ADDRESSES": addresses(),
+            "FILES": {path: files_in(path) for path in (*PRIVATE, str(Path.home()), str(self.outside))},
+        }
+        return "".join(f"{name} = {value!r}\n" for name, value in facts.items())
+
+    def traces(self) -> dict[str, int]:
+        """What there is of the server on the machine: it must not become more."""
+        processes = self.server.processes()
+        spaces = {space for one in processes for space in namespaces_of(one.pid)}
+        return {
+            "processes": len(processes),
+            "namespaces": len(spaces),
+            "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+            "descriptors": processes[0].num_fds(),
+            "directories": len(list(Path("/tmp").glob(f"toolroll-{processes[0].pid}/*"))),
+        }
+
+
+def files_in(directory: str) -> list[str]:
+    path = Path(directory)
+    return sorted(one.name for one in path.iterdir() if one.is_file()) if path.is_dir() else []
+
+
+def namespaces_of(pid: int) -> list[str]:
+    try:
+        return [os.readlink(link) for link in Path(f"/proc/{pid}/ns").iterdir()]
+    except OSError:  # it has just ended
+        return []
+
+
+def addresses() -> list[str]:
+    """This machine's own, of any interface."""
+    found = [one.address for all_of_it in psutil.net_if_addrs().values() for one in all_of_it]
+    return [one.partition("%")[0] for one in found if re.fullmatch(r"[\d.]+|[\da-f:]+::[\da-f:]+(%\w+)?", one)]
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    if os.geteuid() != 0 and "--user" in MACHINES[request.param]:
+        pytest.skip("only root can be somebody else")
+    # Not below pytest's own directory, which only its user can enter.
+    outside = Path("/tmp") / f"outside-{os.getpid()}-{request.param.replace(' ', '-')}"
+    outside.mkdir()
+    outside.chmod(0o777)
+    for name, mode in MODES.items():
+        (outside / name).write_text(SECRET)
+        (outside / name).chmod(mode)
+        if "--user" in MACHINES[request.param]:
+            os.chown(outside / name, USER, USER)
+    environment = {"SECRET": SECRET, "TOOLROLL_SANDBOX_TOKEN": SECRET}
+    with serving(environment=environment, wrapper=MACHINES[request.param]) as server:
+        found = re.search(r"isolation +tier (\w)", server.greeting)
+        assert found
+        machine = Machine(request.param, server, found[1], outside, {})
+        asyncio.run(warm_up(machine))
+        yield machine
+    assert not left_of(machine.server.process.pid)
+    for file in (*outside.iterdir(), outside):
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+async def warm_up(machine: Machine) -> None:
+    """Have everything there that a server keeps, so that what is more afterwards is what an attack has left."""
+    async with SandboxClient(machine.server.url, token=SECRET) as client:
+        for code in ("import time; time.sleep(0.3)", "import numpy, time; time.sleep(0.3)"):
+            while not all(
+                [one.outcome is Outcome.OK for one in await asyncio.gather(client.run(code), client.run(code))]
+            ):
+                pass
+        await client.run_jupyter(["1"])
+    previous: dict[str, int] = {}
+    while (now := machine.traces()) != previous:
+        previous = now
+        await asyncio.sleep(0.5)
+    machine.before = now
+
+
+def left_of(server: int) -> list[Path]:
+    return list(Path("/tmp").glob(f"toolroll-{server}"))
+
+
+@pytest.fixture
+async def client(machine: Machine) -> AsyncIterator[SandboxClient]:
+    """Whoever runs programs on it. After each attack all is as before."""
+    interpreters = {one.pid for one in machine.server.processes()[0].children()}
+    async with SandboxClient(machine.server.url, token=SECRET) as client:
+        yield client
+        after = await client.run("print(6 * 7)")
+        for name, mode in MODES.items():
+            (machine.outside / name).write_text(SECRET)
+            (machine.outside / name).chmod(mode)
+        assert (after.outcome, after.stdout, after.attempts) == (Outcome.OK, "42\n", 1)
+    assert {one.pid for one in machine.server.processes()[0].children()} == interpreters, "an interpreter was killed"
+
+
+def test_the_machine_is_what_it_claims_to_be(machine: Machine) -> None:
+    assert machine.tier in TIERS[machine.name]
+
+
+# Each tries to get something that it must not get, and prints what it has got.
+GRABS = {
+    "the secrets of the server's environment": """
+        for path in ["/proc/self/environ", *glob.glob("/proc/[0-9]*/environ"), f"/proc/{SERVER}/environ"]:
+            got(path, lambda: re.search("correct-horse-" + "battery", open(path).read()))
+        got("environment", lambda: re.search("correct-horse-" + "battery", str(os.environ)))
+        """,
+    "the server's command line and memory": """
+        for name in ("mem", "maps", "cwd", "root", "exe", "fd/0", "auxv", "stack"):
+            got(name, lambda: open(f"/proc/{SERVER}/{name}", "rb").read(1))
+            got(name, os.readlink, f"/proc/{SERVER}/{name}")
+        """,
+    "files of the machine": """
+        for path in ("/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/ssh/ssh_host_rsa_key", f"{HOME}/.bashrc",
+                     f"{OUTSIDE}/private", f"{OUTSIDE}/public", f"{CHECKOUT}/pyproject.toml", "/var/lib/dpkg/status",
+                     "/proc/self/root/etc/shadow", "/proc/1/root/etc/shadow", f"/proc/{SERVER}/root/etc/shadow",
+                     "/proc/kcore", "/proc/kmsg"):
+            got(path, lambda: open(path, "rb").read(1))
+        for path, names in FILES.items():
+            got(path, lambda: set(os.listdir(path)) & set(names))
+        got("the machine's users", lambda: [line for line in open("/etc/passwd") if "daemon" in line])
+        """,
+    "changes to files of the machine": """
+        for path in (f"{OUTSIDE}/private", f"{OUTSIDE}/public"):
+            for change in (lambda: open(path, "a"), lambda: os.unlink(path), lambda: os.truncate(path, 0),
+                           lambda: os.chmod(path, 0o777), lambda: os.utime(path, (0, 0)), lambda: os.link(path, "mine"),
+                           lambda: os.rename(path, f"{OUTSIDE}/other"), lambda: os.rename(path, "mine"),
+                           lambda: os.setxattr(path, "user.mine", b"1"), lambda: os.chown(path, os.getuid(), -1)):
+                did(path, change)
+        for change in (lambda: open(f"{OUTSIDE}/new", "w"), lambda: os.mkdir(f"{OUTSIDE}/new"),
+                       lambda: os.symlink("/", f"{OUTSIDE}/new"), lambda: os.mkfifo(f"{OUTSIDE}/new")):
+            did("something new", change)
+        """,
+    "changes to the system and the interpreter": """
+        for directory in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/var", sys.prefix, sys.base_prefix,
+                          os.path.dirname(os.__file__), os.path.dirname(sys.executable)):
+            got(directory, open, f"{directory}/mine", "w")
+            did(directory, os.chmod, directory, 0o777)
+            did(directory, os.utime, directory, (0, 0))
+        for path in (os.__file__, sys.executable, "/usr/bin/env", "/dev/null", "/dev/urandom"):
+            did(path, os.unlink, path)
+            did(path, os.chmod, path, 0o777)
+            did(path, os.rename, path, path + "1")
+        got("site-packages", open, os.__file__, "a")
+        """,
+    "devices": """
+        for name in ("mem", "kmem", "port", "kmsg", "tty", "console", "tty0", "vda", "sda", "kvm", "fuse", "ptmx", "loop0",
+                     "net/tun", "vhost-vsock", "userfaultfd", "snapshot", "nvram", "rtc0", "watchdog", "dri/card0"):
+            got(name, os.open, f"/dev/{name}", os.O_RDONLY | os.O_NONBLOCK)
+        for kind in (stat.S_IFBLK, stat.S_IFCHR):
+            did("a new device", os.mknod, "device", kind | 0o600, os.makedev(1, 1))
+        """,
+    "the kernel's settings": """
+        for path in ("/proc/sysrq-trigger", "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe",
+                     "/proc/sys/vm/drop_caches", "/proc/sys/vm/overcommit_memory", "/proc/sys/kernel/hostname",
+                     "/proc/sys/net/ipv4/ip_forward", "/proc/sys/kernel/ns_last_pid", "/proc/sys/fs/file-max",
+                     "/proc/self/oom_score_adj", "/proc/self/uid_map", "/proc/self/mem", "/proc/1/oom_score_adj",
+                     "/proc/self/attr/current", "/proc/self/loginuid", "/sys/kernel/uevent_helper", "/sys/power/state"):
+            got(path, os.open, path, os.O_WRONLY)
+        """,
+    "a way out of its cgroup": """
+        for path in glob.glob("/sys/fs/cgroup/**/cgroup.procs", recursive=True) or ["/sys/fs/cgroup/cgroup.procs"]:
+            got(path, os.open, path, os.O_WRONLY)
+        for kind in ("cgroup", "cgroup2", "tmpfs", "proc", "sysfs", "overlay", "bpf"):
+            got(kind, lambda: libc.mount(b"none", b".", kind.encode(), 0, None) == 0)
+        """,
+    "another root": """
+        os.mkdir("root")
+        did("chroot", os.chroot, "root")
+        did("fchdir", lambda: (os.chroot("root"), [os.chdir("..") for _ in range(64)], os.chroot(".")))
+        got("bind", lambda: libc.mount(b"/", b"root", None, 0x5000, None) == 0)
+        got("unmount", lambda: any(libc.umount2(path, 2) == 0 for path in (b"/tmp", b"/proc", b"/", b"/usr", b"/dev/null")))
+        """,
+    "more rights": """
+        for line in open("/proc/self/status"):
+            name, _, value = line.partition(":")
+            if name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+                got(line, lambda: int(value, 16))
+            if name in ("NoNewPrivs", "Seccomp"):
+                got(line, lambda: int(value) == 0)
+        got("root", lambda: 0 in (*os.getresuid(), *os.getresgid(), *os.getgroups()))
+        for become in (os.setuid, os.setgid, os.seteuid, os.setegid):
+            did("root", become, 0)
+        did("groups", os.setgroups, [0])
+        for command in (["su", "-c", "true"], ["mount", "-t", "tmpfs", "none", "."], ["unshare", "-r", "true"],
+                        ["unshare", "-n", "true"], ["chroot", "/", "true"], ["sudo", "-n", "true"], ["newgrp"],
+                        ["nsenter", "-t", "1", "-m", "true"]):
+            got(command, lambda: subprocess.run(command, input=b"", capture_output=True).returncode == 0)
+        shutil.copy("/usr/bin/id", "mine")
+        os.chmod("mine", 0o6755)
+        got("set-uid", lambda: b"uid=0" in subprocess.run(["./mine"], capture_output=True).stdout)
+        """,
+    "higher limits": """
+        for name in ("CORE", "NPROC", "NOFILE", "FSIZE", "MSGQUEUE", "MEMLOCK", "DATA", "AS"):
+            number = getattr(resource, f"RLIMIT_{name}", 12)
+            soft, hard = resource.getrlimit(number)
+            if hard != -1:
+                got(name, lambda: resource.setrlimit(number, (hard, hard + 1)) or True)
+                got(name, lambda: resource.setrlimit(number, (-1, -1)) or True)
+        """,
+    "a better place in the queue": """
+        did("nice", os.nice, -1)
+        did("nice of the server", os.setpriority, os.PRIO_PROCESS, SERVER, 19)
+        for policy in (os.SCHED_FIFO, os.SCHED_RR):
+            did("real time", os.sched_setscheduler, 0, policy, os.sched_param(1))
+        got("real-time I/O", lambda: libc.syscall(NUMBERS["ioprio_set"], 1, 0, 1 << 13) == 0)
+        """,
+    "power over the server": """
+        for pid in PROCESSES:
+            got("its limits", lambda: resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0)))
+            got("its processors", lambda: os.sched_setaffinity(pid, os.sched_getaffinity(pid)) or True)
+            got("its policy", lambda: os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0)) or True)
+            got("its priority", lambda: os.setpriority(os.PRIO_PROCESS, pid, 0) or True)
+            got("its I/O", lambda: libc.syscall(NUMBERS["ioprio_set"], 1, pid, 2 << 13) == 0)
+            got("a signal", lambda: os.kill(pid, signal.SIGTERM) or True)
+            got("a signal", lambda: signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGTERM) or True)
+        """,
+    "the network": """
+        for address in ("127.0.0.1", "::1", *ADDRESSES, "10.0.0.1", "169.254.169.254", "1.1.1.1", "2606:4700::1111"):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            def connect(port):
+                with socket.socket(family) as tcp:
+                    tcp.settimeout(0.2)
+                    tcp.connect((address, port))
+                    return True
+            def send():
+                with socket.socket(family, socket.SOCK_DGRAM) as udp:
+                    udp.settimeout(0.05)
+                    udp.sendto(b"?" * 12, (address, 53))
+                    return udp.recv(99)
+            for port in (PORT, 22, 80):
+                got((address, port), connect, port)
+            got((address, "DNS"), send)
+        got("a name", socket.getaddrinfo, "example.com", 80)
+        """,
+    "sockets of odd families": """
+        for family in range(1, 50):
+            if family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+                continue
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+                for protocol in (0, 1, 3, 9, 12, 16):
+                    if (family, protocol) != (socket.AF_NETLINK, 0):  # its own addresses; needed to look up names
+                        got((family, kind, protocol), lambda: socket.socket(family, kind, protocol).close() or True)
+        for protocol in (1, 6, 255):
+            got("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, protocol).close() or True)
+        """,
+    "system calls": """
+        for name, number in CALLS.items():
+            ctypes.set_errno(0)
+            first = 0x10000000 if name == "unshare" else 0  # a user namespace: all that anybody may make
+            got(name, lambda: libc.syscall(number, first, 0, 0, 0, 0, 0) >= 0 or
+                ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS) and errno.errorcode[ctypes.get_errno()])
+        """,
+    "namespaces by clone": """
+        for bit in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x30000000, 0x40000000):
+            pid = libc.syscall(NUMBERS["clone"], bit | signal.SIGCHLD, 0, 0, 0, 0)
+            if pid == 0:
+                os._exit(0)
+            got(hex(bit), lambda: pid > 0)
+        arguments = struct.pack("=11Q", 0x10000000, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, 0)
+        pid = libc.syscall(435, arguments, len(arguments))
+        if pid == 0:
+            os._exit(0)
+        got("clone3", lambda: pid > 0)
+        """,
+    "system calls of another kind": """
+        if platform.machine() == "x86_64":
+            code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+            code.write(bytes.fromhex("b814000000cd80c3"))  # getpid, as 32-bit programs call it
+            by_interrupt = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+            for call in (by_interrupt, lambda: libc.syscall(0x40000000 | 39)):
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(int(call() == os.getpid()))
+                got("another kind", lambda: os.waitpid(pid, 0)[1] == 256)
+        """,
+    "other processes' memory": """
+        parent = os.getpid()
+        for pid in (1, os.getppid(), SERVER):
+            got("memory", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
+            got("maps", lambda: open(f"/proc/{pid}/maps").read(1))
+            got("descriptors", lambda: [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")])
+        """,
+}
+PRELUDE = dedent(
+    """
+    import ctypes, errno, glob, mmap, os, platform, re, resource, shutil, signal, socket, stat, struct, subprocess, sys
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def got(what, attempt, *arguments):
+        try:
+            result = attempt(*arguments)
+        except (OSError, ValueError):
+            return
+        if result:
+            print("GOT", what, str(result)[:80])
+
+    def did(what, attempt, *arguments):
+        got(what, lambda: (attempt(*arguments),))
+    """
+)
+REFUSED_CALLS = """
+    acct add_key bpf clock_settime delete_module fanotify_init finit_module fsconfig fsmount fsopen fspick init_module
+    io_setup io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp kexec_file_load kexec_load keyctl
+    lookup_dcookie mbind memfd_secret migrate_pages modify_ldt mount mount_setattr move_mount move_pages
+    name_to_handle_at open_by_handle_at open_tree perf_event_open personality pidfd_getfd pivot_root process_madvise
+    process_vm_readv process_vm_writev ptrace quotactl quotactl_fd reboot request_key set_mempolicy setdomainname
+    sethostname setns settimeofday swapoff swapon syslog umount2 unshare userfaultfd ustat uselib vhangup clone3
+    lsm_set_self_attr listmount statmount open_tree_attr
+    """.split()
+ARCHITECTURE = pyseccomp.Arch.AARCH64 if platform.machine() == "aarch64" else pyseccomp.Arch.X86_64
+
+
+def number_of(call: str) -> int:
+    """On this machine; below zero where it, or this libseccomp, doesn't know it."""
+    return int(pyseccomp.resolve_syscall(ARCHITECTURE, call))
+
+
+NUMBERS = {name: number_of(name) for name in ("clone", "ioprio_set", "shmget", "exit")}
+CALLS = {name: number for name in REFUSED_CALLS if (number := number_of(name)) >= 0}
+
+
+def attack(machine: Machine, code: str) -> str:
+    return f"{PRELUDE}{machine.facts}NUMBERS = {NUMBERS}\nCALLS = {CALLS}\n{dedent(code)}"
+
+
+@pytest.mark.parametrize("name", GRABS)
+async def test_does_not_get(name: str, machine: Machine, client: SandboxClient) -> None:
+    done = await client.run(attack(machine, GRABS[name]))
+    assert done.stdout == ""
+    assert (done.outcome, done.stderr) == (Outcome.OK, ""), "the attack itself is wrong"
+    assert {one.name: one.read_text() for one in machine.outside.iterdir()} == {"private": SECRET, "public": SECRET}
+    assert stat.S_IMODE((machine.outside / "private").stat().st_mode) == 0o600
+
+
+# Each harms only itself: it ends in the given way, soon, and it is the program's own failure.
+ENDS = {
+    "a loop that ignores signals": ("for n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: pass", None),
+    "a loop with all signals blocked": ("signal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", None),
+    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP)", None),
+    "stops its parent and all others": ("for pid in (os.getppid(), 1, -1, 0): got(pid, os.kill, pid, 19)", None),
+    "kills its group": ("os.killpg(0, 9)", -9),
+    "kills all that it can": ("os.kill(-1, 9)\nos._exit(3)", 3),
+    "kills its parents": (
+        "for pid in (os.getppid(), 1):\n    try: os.kill(pid, 9)\n    except OSError: pass\nos._exit(3)",
+        3,
+    ),
+    "kills by every number": (
+        "for pid in range(1, 5000):\n    try: pid == os.getpid() or os.kill(pid, 9)\n    except OSError: pass\nos._exit(3)",
+        3,
+    ),
+    "hangs up on the first process": (
+        "for n in range(1, 65):\n    for pid in (1, os.getppid()):\n        try: n in (9, 19) or os.kill(pid, n)\n"
+        "        except OSError: pass\ntime.sleep(0.1)\nos._exit(3)",
+        3,
+    ),
+    "aborts": ("os.abort()", -6),
+    "recursion without a limit": (
+        "sys.setrecursionlimit(10**9)\nclass A:\n    def __repr__(self): return repr(self)\nrepr(A())",
+        -11,
+    ),
+    "a broken stack": ("ctypes.CFUNCTYPE(None)(1)()", -11),
+    "an illegal call": ("libc.syscall(999_999)\nos._exit(4)", 4),
+    "closes its streams": ("for fd in range(3): os.close(fd)\nos._exit(5)", 5),
+    "leaves its main thread": (
+        f"import threading\nthreading.Thread(target=lambda: time.sleep(60)).start()\nlibc.syscall({NUMBERS['exit']}, 0)",
+        None,
+    ),
+    "another thread executes a program": (
+        "import threading\nthreading.Thread(target=os.execv, args=('/bin/sh', ['sh', '-c', 'exit 6'])).start()\ntime.sleep(9)",
+        6,
+    ),
+    "a process of an odd name": (
+        r"libc.prctl(15, b') R 1 1 \n\xff', 0, 0, 0)" + "\nos.fork() or time.sleep(60)\nos._exit(7)",
+        7,
+    ),
+    "zombies": ("for _ in range(150): os.fork() or os._exit(0)\nos._exit(8)", 8),
+    "children that nobody waits for": (
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfor _ in range(150): os.fork() or os._exit(0)\nos._exit(8)",
+        8,
+    ),
+    "a child that is the reaper": (
+        "libc.prctl(36, 1, 0, 0, 0)\nif os.fork() == 0:\n    libc.prctl(36, 1, 0, 0, 0)\n    os.setsid()\n"
+        "    os.fork()\n    os.fork()\n    time.sleep(60)\nos._exit(8)",
+        8,
+    ),
+    "a child in a session of its own that keeps stdout": (
+        "if os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nos._exit(9)",
+        9,
+    ),
+    "10,000 open files": (
+        "try:\n    kept = [open('/dev/null') for _ in range(10_000)]\nexcept OSError as error: os._exit(error.errno)",
+        24,
+    ),
+    "10,000 threads": (
+        "import threading\ntry:\n    for _ in range(10_000): threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "except RuntimeError: os._exit(11)",
+        11,
+    ),
+    "10 GB of memory": ("x = bytearray(10 << 30)", 1),
+    "locked memory": ("os._exit(10 + (libc.mlock(ctypes.create_string_buffer(1 << 20), 1 << 20) == 0))", 10),
+    "messages of success": (
+        "import json\nfor fd in range(256):\n    for said in ({'status': 0, 'seconds': 0, 'cpu': 0}, {'error': 'x'}, {'files': {}}):\n"
+        "        for path in ('self', '1', str(os.getppid())):\n"
+        "            try: open(f'/proc/{path}/fd/{fd}', 'wb').write(json.dumps(said).encode() + b'\\n')\n"
+        "            except OSError: pass\n"
+        "        try: os.write(fd, json.dumps(said).encode() + b'\\n')\n"
+        "        except OSError: pass\nos._exit(12)",
+        12,
+    ),
+    "removes all that it has": (
+        "for path in ('.', os.getcwd(), os.path.dirname(os.getcwd())): shutil.rmtree(path, ignore_errors=True)\nos._exit(13)",
+        13,
+    ),
+    "a filter of its own": (
+        "libc.prctl(38, 1, 0, 0, 0)\nlibc.prctl(22, 1, 0, 0, 0)\nos.getpid()",  # only read, write and exit are left
+        -9,
+    ),
+}
+
+
+@pytest.mark.parametrize("fetch", [(), ("main.py",)], ids=["alone", "under a supervisor"])
+@pytest.mark.parametrize("name", ENDS)
+async def test_ends_as_its_own_failure(
+    name: str, fetch: tuple[str, ...], machine: Machine, client: SandboxClient
+) -> None:
+    if fetch and machine.tier == "C":
+        pytest.skip("there every program has a supervisor")
+    code, status = ENDS[name]
+    began = time.monotonic()
+    done = await client.run(
+        PRELUDE + "import time\n" + code, run_timeout=0.6 if status is None else 10, fetch_files=fetch
+    )
+    if fetch and ("kill" in name or "stop" in name or "hang" in name):  # its supervisor is its own to end
+        assert done.outcome in (Outcome.FAILED, Outcome.TIMEOUT)
+        return
+    outcome = (
+        Outcome.TIMEOUT
+        if status is None
+        else Outcome.OUT_OF_MEMORY
+        if "memory" in name and status == 1
+        else Outcome.FAILED
+    )
+    assert (done.outcome, done.return_code) == (outcome, status), done.stderr
+    assert time.monotonic() - began < 5
+
+
+LEAVES = {
+    "a daemon": """
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                stay()
+            os._exit(0)
+        os.wait()
+        time.sleep(0.1)
+        """,
+    "a daemon that is started at the very end": """
+        import atexit
+        atexit.register(lambda: os.fork() == 0 and (os.setsid(), stay()))
+        """,
+    "many": """
+        for _ in range(60):
+            if os.fork() == 0:
+                os.setsid()
+                stay()
+        time.sleep(0.3)
+        """,
+    "a sibling": f"""
+        if libc.syscall({NUMBERS["clone"]}, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0) == 0:  # CLONE_PARENT
+            stay()
+        time.sleep(0.1)
+        """,
+    "a stopped process": """
+        if os.fork() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            stay()
+        time.sleep(0.1)
+        """,
+}
+
+
+def running(mark: str) -> list[int]:
+    """Processes of this machine with this word in their command line."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (directory / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize("fetch", [(), ("main.py",)], ids=["alone", "under a supervisor"])
+@pytest.mark.parametrize("name", LEAVES)
+async def test_leaves_no_process(name: str, fetch: tuple[str, ...], machine: Machine, client: SandboxClient) -> None:
+    mark = f"{os.getpid()}.{time.monotonic_ns()}"
+    stay = f"import time\ndef stay():\n    os.execv('/bin/sh', ['sh', '-c', 'sleep 20; true', '{mark}'])\n"
+    done = await client.run(PRELUDE + stay + dedent(LEAVES[name]), fetch_files=fetch, run_timeout=5)
+    assert done.outcome is Outcome.OK, done.stderr
+    assert done.execution_time < 3
+    assert wait_until(lambda: not running(mark), within=1)
+
+
+BOMBS = {
+    "that grows": "while time.time() < ends:\n    try: os.fork()\n    except OSError: pass",
+    "that moves": "while time.time() < ends:\n    try:\n        if os.fork(): os._exit(0)\n    except OSError: pass",
+    "that flees": "os.fork(), os.fork()\nwhile time.time() < ends:\n    try:\n        if os.fork() and os.getpid() % 3: os.setsid(); os._exit(0)\n"
+    "    except OSError: pass",
+    "of threads": "import _thread\ndef f():\n    while time.time() < ends:\n        try: _thread.start_new_thread(f, ())\n"
+    "        except RuntimeError: pass\nf()",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_fork_bomb_is_bounded_and_gone(name: str, machine: Machine, client: SandboxClient) -> None:
+    # It goes out by itself, lest it stay on this machine if the server fails.
+    code = (
+        f"import os, signal, time\nends = time.time() + 6\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{BOMBS[name]}"
+    )
+    began = time.monotonic()
+    running = asyncio.create_task(client.run(code, run_timeout=0.7, deadline=began + 30))
+    most = 0
+    while not running.done():
+        most = max(most, len(machine.server.processes()))
+        await asyncio.sleep(0.1)
+    done = running.result()
+    assert time.monotonic() - began < 4
+    assert done.outcome is Outcome.TIMEOUT or name == "that moves"  # the first of them may have ended in time
+    assert most < machine.before["processes"] + 300
+    assert wait_until(lambda: len(machine.server.processes()) <= machine.before["processes"], within=1)
+
+
+async def test_programs_share_nothing(machine: Machine, client: SandboxClient) -> None:
+    """What one writes to its files, to /tmp, to shared memory, to abstract sockets, another doesn't find."""
+    leave = """
+        import tempfile, time
+        for directory in {".", tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp"}:
+            try: open(f"{directory}/left-behind", "w").write("here")
+            except OSError: pass
+        kept = socket.socket(socket.AF_UNIX) if hasattr(socket, "AF_UNIX") else None
+        try: kept.bind("\\0left-behind"); kept.listen()
+        except OSError: pass
+        key = libc.syscall(NUMBERS["shmget"], 0x7E57, 1 << 20, 0o1666)
+        print(os.getcwd(), os.getpid(), flush=True)
+        time.sleep(SECONDS)
+        """
+    look = """
+        for directory in (".", "..", "/tmp", "/dev/shm", "/var/tmp", *glob.glob("/tmp/*"), WHERE, f"/proc/{PID}/cwd"):
+            got(directory, open, f"{directory}/left-behind")
+        if PID != os.getpid():
+            got("its streams", lambda: PID in [int(name) for name in os.listdir("/proc") if name.isdigit()]
+                and os.readlink(f"/proc/{PID}/fd/1"))
+            got("its environment", lambda: open(f"/proc/{PID}/environ").read())
+            got("its life", lambda: CONCURRENT and TIER == "C" and (os.kill(PID, 9) or True))
+        got("its socket", lambda: socket.socket(socket.AF_UNIX).connect("\\0left-behind") or True)
+        got("its shared memory", lambda: libc.syscall(NUMBERS["shmget"], 0x7E57, 0, 0) >= 0)
+        """
+    for concurrent in (True, False):
+        leaving = asyncio.create_task(
+            client.run(attack(machine, f"SECONDS = {int(concurrent)}\n{indent(dedent(leave), '')}"))
+        )
+        await asyncio.sleep(0.4) if concurrent else await leaving
+        where, pid = "/tmp/work", 2
+        if not concurrent:
+            where, number = leaving.result().stdout.split()
+            pid = int(number)
+        elif machine.tier == "C":
+            directories = list(Path("/tmp").glob(f"toolroll-{machine.server.process.pid}/*"))
+            where = str(directories[0])
+        facts = f"WHERE, PID, CONCURRENT, TIER = {where!r}, {pid}, {concurrent}, {machine.tier!r}\n"
+        done = await client.run(attack(machine, facts + dedent(look)))
+        assert (done.stdout, done.stderr) == ("", "")
+        assert (await leaving).outcome is Outcome.OK
+    for directory in ("/tmp", "/dev/shm", "/var/tmp"):
+        assert not Path(directory, "left-behind").exists()
+    assert str(0x7E57) not in Path("/proc/sysvipc/shm").read_text().split()
+
+
+@contextmanager
+def listening(outside: Path) -> Iterator[list[socket.socket]]:
+    """Sockets of this machine that anybody may talk to: by name, abstract, as streams and datagrams; and UDP."""
+    sockets = []
+    names = [f"{outside}/stream", f"{outside}/datagram", f"\0outside-{os.getpid()}", f"\0outside-{os.getpid()}d"]
+    for number, name in enumerate(names):
+        sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM if number % 2 else socket.SOCK_STREAM))
+        sockets[-1].bind(name)
+        if name.startswith("/"):
+            os.chmod(name, 0o777)
+    sockets.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    sockets[-1].bind(("127.0.0.1", 0))
+    for one in sockets:
+        one.setblocking(False)
+        if one.type == socket.SOCK_STREAM:
+            one.listen()
+    try:
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+        for name in names[:2]:
+            Path(name).unlink()
+
+
+async def test_no_socket_of_the_machine_is_reached(machine: Machine, client: SandboxClient) -> None:
+    with listening(machine.outside) as sockets:
+        names = [one.getsockname() for one in sockets]
+        code = f"""
+        for number, name in enumerate({names}):
+            kind = socket.SOCK_DGRAM if number % 2 or number == 4 else socket.SOCK_STREAM
+            try: socket.socket(socket.AF_INET if number == 4 else socket.AF_UNIX, kind).connect(name)
+            except OSError: pass
+            for make in (lambda: socket.socket(socket.AF_INET if number == 4 else socket.AF_UNIX, socket.SOCK_DGRAM),
+                         lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0],
+                         lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_RAW)[0]):
+                try: make().sendto(b"hello", name)
+                except OSError: pass
+        """
+        done = await client.run(attack(machine, code))
+        assert (done.outcome, done.stderr) == (Outcome.OK, "")
+        for one in sockets:
+            with pytest.raises(BlockingIOError):
+                one.accept() if one.type == socket.SOCK_STREAM else one.recv(9)
+
+
+async def test_deep_and_wide_directories_are_removed(machine: Machine, client: SandboxClient) -> None:
+    code = "import os\nfor i in range(3000):\n    os.mkdir('d', 0o700)\n    os.chmod('.', 0o300)\n    os.chdir('d')\nprint(1)"
+    done = await client.run(code, run_timeout=20)
+    assert done.stdout == "1\n"
+    assert wait_until(lambda: machine.traces()["directories"] <= machine.before["directories"], within=5)
+
+
+async def promptly(client: SandboxClient, work: str, *, within: float) -> Execution:
+    """Run a program while another does its worst."""
+    began = time.monotonic()
+    other = asyncio.create_task(client.run(work, run_timeout=3))
+    await asyncio.sleep(1)
+    pinged = time.monotonic()
+    await client.ping()
+    assert time.monotonic() - pinged < 0.5
+    done = await client.run("print(sum(range(10**6)))")
+    assert (done.outcome, done.stdout) == (Outcome.OK, "499999500000\n")
+    assert time.monotonic() - began - 1 < within
+    return await other
+
+
+HOGS = {
+    "endless output": "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "endless output on both": "import os\nos.fork()\nwhile True: os.write(1, b'x' * 65536); os.write(2, b'x')",
+    "endless small output": "import os\nwhile True: os.write(1, b'x')",
+    "many processes that calculate": "import os, time\nfor _ in range(100):\n    if os.fork() == 0:\n        while True: pass\ntime.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("name", HOGS)
+async def test_others_are_served_meanwhile(name: str, machine: Machine, client: SandboxClient) -> None:
+    done = await promptly(client, HOGS[name], within=2)
+    assert done.outcome is Outcome.TIMEOUT
+    if "output" in name:
+        assert done.stdout_truncated
+        assert len(done.stdout) == 1 << 20
+
+
+# What the kernel counts by user must not be used up by one program for all.
+USED_UP = {
+    "inotify": ("libc.inotify_init() >= 0", 1000),
+    "timers": ("libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())) == 0", 200_000),
+    "descriptors on their way": (
+        "not hasattr(socket, 'send_fds') or bool(pair.append(socket.socketpair())) "
+        "or socket.send_fds(pair[-1][0], [b'x'], [0] * 200) > 0",
+        100,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USED_UP)
+async def test_nothing_is_used_up_for_others(name: str, machine: Machine, client: SandboxClient) -> None:
+    if machine.tier == "C":
+        pytest.skip("there the kernel counts by user, and all may be one")
+    expression, times = USED_UP[name]
+    prelude = PRELUDE + "import time\npair = []\n"
+    take = (
+        f"try:\n    for _ in range({times}):\n        if not {expression}: break\nexcept OSError: pass\ntime.sleep(1.5)"
+    )
+    taking = asyncio.create_task(client.run(prelude + take))
+    await asyncio.sleep(1)
+    done = await client.run(prelude + f"print({expression})")
+    assert done.stdout == "True\n", done.stderr
+    assert (await taking).outcome in (Outcome.OK, Outcome.FAILED)
+
+
+async def test_a_session_that_forges_its_answers_harms_only_itself(machine: Machine, client: SandboxClient) -> None:
+    """A cell can write to the channel that its answers go through."""
+    forged = [
+        r'{"ok": true, "display": [{"a": "\ud800"}], "error": {"ename": "\udfff"}, "exit": null}',
+        '{"ok": true, "display": [{"a": ' + "[" * 400 + "]" * 400 + "}]}",
+        '{"ok": true, "display": [{"a": ' + "[" * 100_000 + "]" * 100_000 + "}]}",
+        '{"ok": true, "display": [{"a": NaN, "b": -Infinity, "c": 1e999}], "exit": 1' + "0" * 4000 + "}",
+        '{"ok": 1, "display": {"a": 1}, "error": [1], "exit": true}',
+        '{"ok": [], "display": [1, null], "error": {"a": 1}, "exit": "x"}',
+        "[]", "null", "{", "", "\\xff",
+    ]  # fmt: skip
+    for number, answer in enumerate(forged):
+        data = f"({answer!r}).encode('latin-1')" if "\\xff" not in answer else "b'\\xff'"
+        cell = f"import os, struct\nd = {data}\nos.write(3, struct.pack('>I', len(d)) + d)"
+        done = await client.run(cell, session_id=f"forged-{number}")
+        assert done.attempts == 1
+        notebook = await client.run_jupyter([cell])
+        assert notebook.attempts == 1
+
+
+async def test_a_session_can_not_swell_the_server(machine: Machine, client: SandboxClient) -> None:
+    cell = (
+        "import os, struct\nd = b'{\"ok\": true, \"display\": [' + b'{},' * (20 << 20) + b'{}]}'\n"
+        "data = memoryview(struct.pack('>I', len(d)) + d)\nwhile data: data = data[os.write(3, data):]"
+    )
+    server = machine.server.processes()[0]
+    before = most = server.memory_info().rss
+    running = asyncio.create_task(client.run(cell, session_id="swelling"))
+    slowest = 0.0
+    while not running.done():
+        began = time.monotonic()
+        await client.ping()
+        slowest = max(slowest, time.monotonic() - began)
+        most = max(most, server.memory_info().rss)
+        await asyncio.sleep(0.01)
+    await running
+    assert slowest < 1
+    assert most - before < 400 << 20
+
+
+def test_nothing_is_left(machine: Machine) -> None:
+    """The last: after all of these there is no more of the server on the machine than before them."""
+
+    def more() -> dict[str, int]:
+        return {
+            name: now - machine.before[name] for name, now in machine.traces().items() if now > machine.before[name]
+        }
+
+    assert wait_until(lambda: not more(), within=10), more()

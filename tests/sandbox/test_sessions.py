@@ -1,0 +1,176 @@
+"""Sessions: an interpreter that keeps its variables between requests."""
+
+import asyncio
+import base64
+import time
+
+import pytest
+from sandbox.serving import serving
+
+from toolroll.errors import SandboxRefused, SandboxUnavailable
+from toolroll.sandbox.client import SandboxClient
+
+
+async def test_variables_files_and_imports_are_kept(client: SandboxClient) -> None:
+    first = await client.run("import math\nx = 41\nopen('f', 'w').write('kept')", session_id="kept")
+    assert (first.outcome, first.session_is_new) == ("ok", True)
+    second = await client.run("x += 1\nprint(math.floor(x + 0.5), open('f').read())\nx", session_id="kept")
+    assert (second.stdout, second.session_is_new) == ("42 kept\n42\n", False)
+    other = await client.run("x", session_id="other")
+    assert (other.outcome, other.session_is_new) == ("failed", True)
+    assert other.stderr.endswith("NameError: name 'x' is not defined\n")
+
+
+async def test_a_failed_cell_keeps_the_session(client: SandboxClient) -> None:
+    await client.run("x = 1", session_id="failing")
+    failed = await client.run("def f():\n    return 1 / 0\nf()", session_id="failing")
+    assert (failed.outcome, failed.return_code) == ("failed", 1)
+    assert "line 2, in f" in failed.stderr
+    assert "toolroll" not in failed.stderr
+    assert (await client.run("x", session_id="failing")).stdout == "1\n"
+
+
+async def test_a_cell_out_of_time_is_interrupted_and_the_session_kept(client: SandboxClient) -> None:
+    await client.run("x = 1", session_id="slow")
+    slow = await client.run("print('begun')\nwhile True: x += 1", session_id="slow", run_timeout=0.3)
+    assert (slow.outcome, slow.stdout) == ("timeout", "begun\n")
+    after = await client.run("x > 1", session_id="slow")
+    assert (after.stdout, after.session_is_new) == ("True\n", False)
+
+
+async def test_a_cell_that_wont_be_interrupted_ends_the_session(client: SandboxClient) -> None:
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
+    stuck = await client.run(code, session_id="stuck", run_timeout=0.3)
+    assert (stuck.outcome, stuck.stdout) == ("timeout", "begun\n")
+    assert (await client.run("1", session_id="stuck")).session_is_new
+
+
+@pytest.mark.parametrize(
+    ("code", "return_code"),
+    [
+        ("import os; os._exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("import ctypes; ctypes.string_at(0)", -11),
+        ("import os; os.closerange(0, 1000)", 1),
+        ("import os, struct; os.write(3, struct.pack('>I', 4) + b'oops')", -9),
+        ("import os, struct; os.write(3, struct.pack('>I', 2**31))", -9),
+    ],
+)
+async def test_a_cell_that_breaks_its_interpreter_harms_only_itself(
+    client: SandboxClient, code: str, return_code: int
+) -> None:
+    name = f"broken-{abs(hash(code))}"
+    await client.run("x = 1", session_id=name)
+    broken = await client.run(code, session_id=name, run_timeout=3)
+    assert (broken.outcome, broken.return_code) == ("failed", return_code)
+    after = await client.run("print('again')", session_id=name)
+    assert (after.stdout, after.session_is_new) == ("again\n", True)
+
+
+async def test_memory_is_limited_over_the_whole_session() -> None:
+    with serving("--memory-mb", "256") as running:
+        async with SandboxClient(running.url) as client:
+            await client.run("kept = []", session_id="greedy")
+            done = await client.run("while True: kept.append(b'x' * 10_000_000)", session_id="greedy")
+            assert done.outcome == "out_of_memory"
+
+
+async def test_cells_of_one_session_run_one_after_the_other(client: SandboxClient) -> None:
+    await client.run("order = []", session_id="turns")
+    cells = [f"import time; order.append({i}); time.sleep(0.02); order.append({i})" for i in range(6)]
+    await asyncio.gather(*(client.run(cell, session_id="turns") for cell in cells))
+    order = eval((await client.run("order", session_id="turns")).stdout)
+    assert all(order[i] == order[i + 1] for i in range(0, 12, 2))
+
+
+async def test_output_is_each_cells_own(client: SandboxClient) -> None:
+    for number in range(30):
+        done = await client.run(f"print({number}, end='')", session_id="own")
+        assert done.stdout == str(number)
+
+
+async def test_much_output_is_cut_and_marked(client: SandboxClient) -> None:
+    done = await client.run("print('x' * 3_000_000)", session_id="much")
+    assert (len(done.stdout), done.stdout_truncated) == (1 << 20, True)
+    assert (await client.run("print('y')", session_id="much")).stdout == "y\n"
+
+
+async def test_what_a_session_doesnt_take_is_refused(client: SandboxClient) -> None:
+    with pytest.raises(SandboxRefused, match="stdin"):
+        await client.run("1", session_id="a", stdin="x")
+    with pytest.raises(SandboxRefused, match="Python"):
+        await client.run("1", "bash", session_id="a")
+
+
+async def test_idle_sessions_end_and_the_oldest_makes_room() -> None:
+    with serving("--sessions", "2", "--session-ttl", "1.5", "--capacity", "4") as running:
+        async with SandboxClient(running.url) as client:
+            for name in ("a", "b", "c"):
+                assert (await client.run("x = 1", session_id=name)).session_is_new
+            assert not (await client.run("x", session_id="c")).session_is_new
+            assert not (await client.run("x", session_id="b")).session_is_new
+            assert (await client.run("1", session_id="a")).session_is_new  # and c, idle longest, is gone
+            assert (await client.run("1", session_id="c")).session_is_new
+            busy = [asyncio.create_task(client.run("import time; time.sleep(1)", session_id=name)) for name in "cd"]
+            await asyncio.sleep(0.4)
+            with pytest.raises(SandboxUnavailable, match="in use"):
+                await client.run("1", session_id="e", deadline=time.monotonic() + 0.3)
+            await asyncio.gather(*busy)
+            await asyncio.sleep(3)
+            assert (await client.run("1", session_id="c")).session_is_new
+            before = len(running.processes())
+            await asyncio.sleep(3)
+            assert len(running.processes()) < before
+
+
+async def test_a_sent_again_cell_runs_once(server: str) -> None:
+    import aiohttp
+
+    body = {"code": "n = globals().get('n', 0) + 1\nprint(n)", "language": "python", "session_id": "once"}
+    async with aiohttp.ClientSession() as session:
+        for _ in range(3):
+            async with session.post(f"{server}/run_code", json={**body, "idempotency_key": "cell-1"}) as response:
+                assert (await response.json())["run_result"]["stdout"] == "1\n"
+
+
+# --- notebooks
+
+
+async def test_cells_show_values_pictures_and_errors(client: SandboxClient) -> None:
+    notebook = await client.run_jupyter(
+        [
+            "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.show()",
+            "import pandas; pandas.DataFrame({'a': [1]})",
+            "%matplotlib inline\n!echo shell",
+            "1 / 0",
+        ]
+    )
+    picture, table, shell, error = notebook.cells
+    (image,) = [one["image/png"] for one in picture.display if "image/png" in one]
+    assert base64.b64decode(image).startswith(b"\x89PNG")
+    assert "<table" in table.display[0]["text/html"]
+    assert shell.stdout == "shell\n"
+    assert error.error[0]["ename"] == "ZeroDivisionError"
+    assert not any("\x1b[" in line for line in error.error[0]["traceback"])
+
+
+async def test_a_notebook_has_its_files_and_gives_them_back(client: SandboxClient) -> None:
+    notebook = await client.run_jupyter(
+        ["text = open('in.txt').read()", "open('out.txt', 'w').write(text[::-1])"],
+        files={"in.txt": b"abc"},
+        fetch_files=["out.txt", "missing"],
+    )
+    assert notebook.files == {"out.txt": b"cba"}
+
+
+async def test_a_notebook_is_new_each_time_and_ends_in_time(client: SandboxClient) -> None:
+    await client.run_jupyter(["x = 1"])
+    (cell,) = (await client.run_jupyter(["x"])).cells
+    assert cell.error[0]["ename"] == "NameError"
+    began = time.monotonic()
+    slow = await client.run_jupyter(["import time", "time.sleep(60)", "1"], total_timeout=1)
+    assert time.monotonic() - began < 5
+    assert slow.outcome == "timeout"
+    assert len(slow.cells) == 2
+    limited = await client.run_jupyter(["while True: pass", "1"], cell_timeout=0.3)
+    assert limited.outcome == "timeout"
