@@ -4,12 +4,12 @@ The names below are loaded when they are first used, so that `import toolroll` s
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolroll.errors import ConfigError, Fault, InfraFault, PolicyFault, fault_of
     from toolroll.limiter.limiter import Limiter, LocalLimiter, get_limiter
+    from toolroll.sandbox.client import SandboxClient
     from toolroll.schemas import Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
     from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
     from toolroll.tools.function_tool import Hidden, tool
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _HOME = {
     "toolroll.errors": ["ConfigError", "Fault", "InfraFault", "PolicyFault", "fault_of"],
     "toolroll.limiter.limiter": ["Limiter", "LocalLimiter", "get_limiter"],
+    "toolroll.sandbox.client": ["SandboxClient"],
     "toolroll.schemas": ["Message", "OpenAIFunctionToolSchema", "ToolCall", "ToolResponse"],
     "toolroll.tools.base_tool": ["BaseTool", "ToolResult", "ToolSettings"],
     "toolroll.tools.function_tool": ["Hidden", "tool"],
@@ -38,6 +39,7 @@ __all__ = [
     "Message",
     "OpenAIFunctionToolSchema",
     "PolicyFault",
+    "SandboxClient",
     "ToolCall",
     "ToolInstance",
     "ToolResponse",
@@ -52,6 +54,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version  # slow to import, and seldom asked for
+
         return version("toolroll")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'toolroll' has no attribute {name!r}")

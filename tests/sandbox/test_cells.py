@@ -28,7 +28,6 @@ ZERO = {"ename": "ZeroDivisionError", "evalue": "division by zero"}
 
 WARM = """
 import gc, os, signal, socket, sys
-import matplotlib.pyplot, numpy, pandas
 from toolroll.sandbox.server import cells, program
 
 def threads():
@@ -63,12 +62,12 @@ while True:
 class Interpreter:
     """A warm interpreter: a process that has prepared for cells, and is forked for each session."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, preload: str = "import matplotlib.pyplot, numpy, pandas") -> None:
         (directory / "work").mkdir()
         self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.orders.settimeout(WITHIN * 3)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WARM, str(theirs.fileno())],
+            [sys.executable, "-c", preload + WARM, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             cwd=directory / "work",
@@ -146,6 +145,9 @@ class Session:
         while word not in self.written["stdout"]:
             self._drain(until - time.monotonic())
         os.kill(self.pid, signal.SIGINT)
+        # To Python, a signal just before a system call that blocks is one after it.
+        while not select.select([self.channel], [], [], 0.5)[0] and time.monotonic() < until:
+            os.kill(self.pid, signal.SIGINT)
 
     def has_ended(self) -> bool:
         """Whether the process is gone before long."""
@@ -249,6 +251,15 @@ def test_figures_are_images(session: Session, mode: str, end: str) -> None:
     assert answer["stderr"] == ""
     assert session.run("plt.get_fignums()")["display"] == [{"text/plain": "[]"}]  # it is shown once
     assert session.run("%matplotlib inline")["ok"]
+
+
+def test_matplotlib_is_imported_by_the_cell_that_uses_it(tmp_path: Path) -> None:
+    interpreter = Interpreter(tmp_path, preload="")
+    with Session(interpreter) as session:
+        assert session.value("import sys\n'matplotlib' in sys.modules") == "False"
+        (data,) = session.run("import matplotlib.pyplot as plt\nplt.plot([1, 2]);")["display"]
+        assert b64decode(data["image/png"]).startswith(PNG)
+    interpreter.close()
 
 
 def test_an_error_in_a_notebook(session: Session) -> None:

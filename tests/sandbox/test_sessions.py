@@ -5,8 +5,8 @@ import base64
 import time
 
 import pytest
-from sandbox.serving import serving
 
+from sandbox.serving import serving
 from toolroll.errors import SandboxRefused, SandboxUnavailable
 from toolroll.sandbox.client import SandboxClient
 

@@ -18,16 +18,18 @@ from pydantic import SecretStr, ValidationError
 from rich.console import Console
 from rich.markup import escape
 
+from toolroll.cli.sandbox_probe import probe
 from toolroll.errors import ConfigError, InfraFault, MissingExtra, explain
-from toolroll.sandbox.client import SandboxClient
-from toolroll.sandbox.execution import Execution, Outcome
 from toolroll.sandbox.protocol import Language
 
 if TYPE_CHECKING:
+    from toolroll.sandbox.execution import Execution
     from toolroll.sandbox.server.server import Server
     from toolroll.sandbox.server.settings import ServerSettings
 
 app = typer.Typer(help="Run code in sandboxes: serve them, try them, measure them.", no_args_is_help=True)
+
+app.command()(probe)
 
 TOKEN = "TOOLROLL_SANDBOX_TOKEN"  # noqa: S105 (its name)
 SUFFIXES: dict[str, Language] = {
@@ -36,23 +38,29 @@ SUFFIXES: dict[str, Language] = {
     ".jl": "julia", ".scala": "scala", ".swift": "swift", ".rkt": "racket", ".kts": "kotlin_script",
 }  # fmt: skip
 
+
+def _option(text: str, default: str) -> Any:
+    """An option that isn't passed on unless it is given; its default is the settings' own."""
+    return typer.Option(help=text, show_default=default)
+
+
 Url = Annotated[str | None, typer.Option(help="A running sandbox server; without it one is started for this.")]
 
 
 @app.command()
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one. [8080]")] = None,
-    capacity: Annotated[int | None, typer.Option(help="Programs that run at once. [number of CPUs]")] = None,
-    queue: Annotated[int | None, typer.Option(help="Requests that wait; more get 429. [1000]")] = None,
-    memory_mb: Annotated[int | None, typer.Option(help="Megabytes for a program. [1024]")] = None,
-    disk_mb: Annotated[int | None, typer.Option(help="Megabytes of files for a program. [512]")] = None,
-    max_timeout: Annotated[float | None, typer.Option(help="Most seconds that may be asked for. [300]")] = None,
-    output_kb: Annotated[int | None, typer.Option(help="Kilobytes kept of stdout, and of stderr. [1024]")] = None,
-    request_mb: Annotated[int | None, typer.Option(help="Megabytes of a request, or of fetched files. [64]")] = None,
-    sessions: Annotated[int | None, typer.Option(help="Sessions that are kept. [64]")] = None,
-    session_ttl: Annotated[float | None, typer.Option(help="Seconds until an idle session ends. [600]")] = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter of the programs. [this one]")] = None,
+    host: Annotated[str | None, _option("Address to listen on.", "127.0.0.1")] = None,
+    port: Annotated[int | None, _option("Port to listen on; 0 for a free one.", "8080")] = None,
+    capacity: Annotated[int | None, _option("Programs that run at once.", "number of CPUs")] = None,
+    queue: Annotated[int | None, _option("Requests that wait; more get 429.", "1000")] = None,
+    memory_mb: Annotated[int | None, _option("Megabytes for a program.", "1024")] = None,
+    disk_mb: Annotated[int | None, _option("Megabytes of files for a program.", "512")] = None,
+    max_timeout: Annotated[float | None, _option("Most seconds that may be asked for.", "300")] = None,
+    output_kb: Annotated[int | None, _option("Kilobytes kept of stdout, and of stderr.", "1024")] = None,
+    request_mb: Annotated[int | None, _option("Megabytes of a request, or of fetched files.", "64")] = None,
+    sessions: Annotated[int | None, _option("Sessions that are kept.", "64")] = None,
+    session_ttl: Annotated[float | None, _option("Seconds until an idle session ends.", "600")] = None,
+    python: Annotated[str | None, _option("Interpreter of the programs.", "this one")] = None,
     unsafe: Annotated[bool, typer.Option("--unsafe", help="Start even where programs can't be isolated.")] = False,
 ) -> None:
     """Serve sandboxes until interrupted. A token for clients is taken from the environment: TOOLROLL_SANDBOX_TOKEN.
@@ -75,7 +83,7 @@ def serve(
 @app.command()
 def run(
     file: Annotated[str, typer.Argument(help="A file with the program; - for standard input.")],
-    language: Annotated[str | None, typer.Option(help="Its language. [by the file's name, else python]")] = None,
+    language: Annotated[str | None, _option("Its language.", "by the file's name, else python")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that it may run.")] = 10.0,
     stdin: Annotated[Path | None, typer.Option(help="A file to give it as its standard input.")] = None,
     url: Url = None,
@@ -99,7 +107,7 @@ def run(
         typer.echo(json.dumps(asdict(done), indent=2, default=str))
     else:
         _show(done)
-    raise typer.Exit(0 if done.outcome is Outcome.OK else (done.return_code or 1) & 0xFF or 1)
+    raise typer.Exit(0 if done.fault is None else (done.return_code or 1) & 0xFF or 1)
 
 
 def _settings(given: dict[str, Any]) -> ServerSettings:
@@ -161,6 +169,8 @@ _TIERS = {
 
 
 async def _run_once(url: str | None, code: str, options: dict[str, Any]) -> Execution:
+    from toolroll.sandbox.client import SandboxClient
+
     async with contextlib.AsyncExitStack() as stack:
         if url is None:
             url = (await stack.enter_async_context(_server(_settings({"port": 0})))).url
@@ -170,6 +180,8 @@ async def _run_once(url: str | None, code: str, options: dict[str, Any]) -> Exec
 
 def _show(done: Execution) -> None:
     """What the program wrote, where it would have written it; then one line on how it ended."""
+    from toolroll.sandbox.execution import Outcome
+
     sys.stdout.write(done.stdout)
     sys.stdout.flush()
     console = Console(stderr=True, highlight=False)

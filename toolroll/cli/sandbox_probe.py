@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.bar import Bar
@@ -22,17 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from toolroll.errors import ConfigError
-from toolroll.sandbox.probe import (
-    WARM_UP,
-    Acquaintance,
-    Conclusion,
-    End,
-    Probe,
-    Step,
-    conclude,
-    latest,
-    next_concurrency,
-)
+
+if TYPE_CHECKING:  # else what speaks HTTP is imported only for a probe, as it takes its time
+    from toolroll.sandbox.probe import Acquaintance, Conclusion, Probe, Step
 
 CLOCK_TOLERANCE = 1.0
 """Seconds that the server's clock may be off: deadlines have more room than that."""
@@ -60,6 +52,7 @@ def probe(
     import uvloop
 
     from toolroll.cli.sandbox import SUFFIXES, TOKEN  # which has this command
+    from toolroll.sandbox.probe import Probe, conclude
 
     try:
         program = "print(1 + 1)" if code is None else code.read_text(errors="replace")
@@ -91,11 +84,13 @@ def probe(
 
 
 async def _climb(load: Probe, maximum: int, seconds: float, console: Console) -> tuple[Acquaintance, list[Step]]:
+    from toolroll.sandbox.probe import WARM_UP, next_concurrency
+
     async with load:
         server = await load.meet()
         _greet(console, load.client.endpoints[0], server)
         steps: list[Step] = []
-        with _Display(console, seconds) as display:
+        with _Display(console, seconds * (1 + WARM_UP)) as display:
             while at_once := next_concurrency(steps, maximum):
                 display.begin(at_once)
                 steps.append(await load.measure(at_once))
@@ -119,9 +114,9 @@ def _allow_connections(count: int) -> None:
 class _Display:
     """The steps as they come: a table that grows in a terminal, else a line for each."""
 
-    def __init__(self, console: Console, seconds: float) -> None:
+    def __init__(self, console: Console, expected: float) -> None:
         self.console = console
-        self.expected = seconds * (1 + WARM_UP)
+        self.expected = expected
         self.steps: list[Step] = []
         self.current: int | None = None
         self.began = 0.0
@@ -159,6 +154,8 @@ class _Display:
 
 def table(steps: Sequence[Step]) -> Table:
     """The steps, by concurrency, and which is the knee so far."""
+    from toolroll.sandbox.probe import conclude, latest
+
     knee = conclude(steps).knee if steps else None
     rows = latest(steps)
     most = max((step.throughput for step in rows), default=0.0)
@@ -225,6 +222,8 @@ def _say(console: Console, what: str, text: str) -> None:
 
 
 def _why(steps: Sequence[Step], found: Conclusion) -> str:
+    from toolroll.sandbox.probe import End
+
     top = max(steps, key=lambda step: step.concurrency)
     match found.end:
         case End.FLAT:

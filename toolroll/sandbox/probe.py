@@ -106,7 +106,8 @@ def next_concurrency(steps: Sequence[Step], maximum: int) -> int | None:
     rungs = _rungs(steps, maximum)
     if not rungs:
         return 1
-    if rungs[-1].is_clean and not _is_flat(rungs) and rungs[-1].concurrency < maximum:
+    failed = _first_failed(steps)
+    if failed is None and not _is_flat(rungs) and rungs[-1].concurrency < maximum:
         return min(2 * rungs[-1].concurrency, maximum)
     found = conclude(steps)
     if found.knee is None or len(steps) - len(rungs) >= REFINEMENTS:
@@ -115,7 +116,7 @@ def next_concurrency(steps: Sequence[Step], maximum: int) -> int | None:
     tried = [step.concurrency for step in steps]
     below = max((one for one in tried if one < here), default=0)
     above = min((one for one in tried if one > here), default=0)
-    if above == _first_failed(steps) and (between := _between(here, above)):
+    if above == failed and (between := _between(here, above)):
         return between  # throughput grew as far as the server could take it: how far is that?
     if below and (between := _between(below, here)):
         return between

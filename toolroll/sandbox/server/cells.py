@@ -395,19 +395,14 @@ def _new_shell(cells: Cells) -> Any:
 
 def _shell_class(cells: Cells) -> Any:
     """The class of that shell. Made here, since its bases are imported late."""
-    from IPython.core.compilerop import CachingCompiler
     from IPython.core.interactiveshell import InteractiveShell
 
-    hook, publisher = _display_classes(cells)
-
-    class Compiler(CachingCompiler):
-        def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-            return f"<cell {number}>"
+    hook, publisher, compiler = _part_classes(cells)
 
     class Shell(InteractiveShell):
         displayhook_class = hook
         display_pub_class = publisher
-        compiler_class = Compiler
+        compiler_class = compiler
 
         def should_run_async(self, *arguments: Any, **options: Any) -> bool:
             with contextlib.suppress(Exception):  # code that can't be compiled, which will be reported in its place
@@ -449,7 +444,8 @@ def _shell_class(cells: Cells) -> Any:
     return Shell
 
 
-def _display_classes(cells: Cells) -> tuple[Any, Any]:
+def _part_classes(cells: Cells) -> tuple[Any, Any, Any]:
+    from IPython.core.compilerop import CachingCompiler
     from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
 
@@ -468,7 +464,11 @@ def _display_classes(cells: Cells) -> tuple[Any, Any]:
             if not update:  # of what was displayed before: to a kernel's client that is another kind of message
                 cells.display(data)
 
-    return Hook, Publisher
+    class Compiler(CachingCompiler):
+        def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+            return f"<cell {number}>"
+
+    return Hook, Publisher, Compiler
 
 
 def _system(command: str) -> int:

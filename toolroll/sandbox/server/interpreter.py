@@ -26,6 +26,8 @@ from toolroll.sandbox.server.spec import Plan
 
 logger = logging.getLogger(__name__)
 
+BEGIN_WITHIN = 30.0
+"""Seconds for a job to begin. An interpreter that doesn't begin one is stuck, and is replaced."""
 START_WITHIN = 60.0
 """Seconds for an interpreter to import what it preloads, on a busy machine."""
 _BOOT = (
@@ -61,6 +63,7 @@ class Interpreter:
         self.runs: dict[int, Run] = {}
         self.ended = asyncio.Event()
         self._number = 0
+        self._unbegun: dict[int, asyncio.TimerHandle] = {}
         self._front: socket.socket
         self._process: subprocess.Popen[bytes]
 
@@ -107,6 +110,8 @@ class Interpreter:
             run.failed(f"the interpreter takes no jobs: {error.strerror}")
             return
         self.runs[self._number] = run
+        loop = asyncio.get_running_loop()
+        self._unbegun[self._number] = loop.call_later(BEGIN_WITHIN, self._replace)
 
     def close(self) -> None:
         """End it, and every program that it has started."""
@@ -118,9 +123,16 @@ class Interpreter:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for timer in self._unbegun.values():
+            timer.cancel()
+        self._unbegun.clear()
         for run in list(self.runs.values()):
             run.failed("the interpreter that ran the program died")
         self.runs.clear()
+
+    def _replace(self) -> None:
+        logger.error("A warm interpreter (pid %d) is stuck, and is replaced.", self._process.pid)
+        self.close()
 
     async def _first_packet(self) -> bytes:
         try:
@@ -149,6 +161,8 @@ class Interpreter:
 
     def _take(self, packet: bytes, descriptors: list[int]) -> None:
         kind, number = warm.JOB.unpack_from(packet)
+        if timer := self._unbegun.pop(number, None):
+            timer.cancel()
         if kind == warm.STARTED:
             self.runs[number].started(*descriptors)
             return

@@ -68,7 +68,7 @@ class Job:
     async def run(self, interpreter: Interpreter) -> Finished:
         """Run it. Cancelling this ends the program."""
         streams = [Output(self._output) for _ in range(2 * len(self.timeouts))]
-        report = Output(report_size(self.spec), self._heard)
+        report = Output(report_size(self.spec), self._heard, watched=self._supervised)
         try:
             with self._descriptors(streams, report) as descriptors:
                 interpreter.give(self.process, descriptors, self.cgroup.descriptors if self.cgroup else [])

@@ -19,11 +19,15 @@ _CHUNK = 1 << 16
 
 
 class Output:
-    """The reading end of a pipe. `heard` is called with every piece that is kept."""
+    """The reading end of a pipe. `heard` is called with every piece that is kept.
 
-    def __init__(self, most: int, heard: Callable[[bytes], None] | None = None) -> None:
+    One that isn't `watched` is only read when it is closed: for what is small, or nothing.
+    """
+
+    def __init__(self, most: int, heard: Callable[[bytes], None] | None = None, *, watched: bool = True) -> None:
         self.most = most
         self._heard = heard
+        self._watched = watched
         self.truncated = False
         self._kept = bytearray()
         self._reads = 0
@@ -31,7 +35,8 @@ class Output:
         self._loop = asyncio.get_running_loop()
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self.writing, True)
-        self._loop.add_reader(self._reading, self._read)
+        if watched:
+            self._loop.add_reader(self._reading, self._read)
 
     def give_away(self) -> None:
         """Close the writing end here: the program has it now."""
@@ -103,7 +108,8 @@ class Output:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        self._loop.remove_reader(self._reading)
+        if self._watched:
+            self._loop.remove_reader(self._reading)
         os.close(self._reading)
         self._reading = -1
 

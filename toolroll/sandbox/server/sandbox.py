@@ -41,7 +41,7 @@ from toolroll.sandbox.server.tier import Isolation
 logger = logging.getLogger(__name__)
 
 SCIENTIFIC = ("numpy", "sympy", "pandas")
-NOTEBOOK = (*SCIENTIFIC, "IPython", "toolroll.sandbox.server.cells:prepare")
+NOTEBOOK = (*SCIENTIFIC, "matplotlib.pyplot", "IPython", "toolroll.sandbox.server.cells:prepare")
 _SCIENTIFIC_CODE = re.compile(rf"\b({'|'.join(SCIENTIFIC)})\b")
 CPUS_PER_INTERPRETER = 8
 """An interpreter clones itself some hundred times a second; that is enough for so many processors."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ class Server:
 
     async def __aenter__(self) -> Server:
         """Set everything up, and listen. Raises ConfigError, with what to do, where that isn't possible."""
+        _allow_many_descriptors()
         where = await asyncio.to_thread(prefixes, self.settings.python)
         path = os.pathsep.join([str(Path(self.settings.python).parent), os.environ.get("PATH", os.defpath)])
         self.toolchains = await asyncio.to_thread(languages.find_all, path, self.settings.python)
@@ -76,6 +78,12 @@ class Server:
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _allow_many_descriptors() -> None:
+    """A connection takes one, a program that runs about eight; the usual limit of 1024 is soon reached."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def prefixes(python: str) -> list[str]:

@@ -85,10 +85,11 @@ class Session:
         asking = asyncio.ensure_future(self._ask({"code": code, "mode": mode}))
         try:
             done, _ = await asyncio.wait([asking], timeout=seconds)
-            if not done:
+            ends = time.monotonic() + INTERRUPTED_WITHIN
+            while not done and time.monotonic() < ends:
                 timed_out = True
-                self.process.interrupt()
-                done, _ = await asyncio.wait([asking], timeout=INTERRUPTED_WITHIN)
+                self.process.interrupt()  # more than once: Python may miss one that comes just before it begins to wait
+                done, _ = await asyncio.wait([asking], timeout=INTERRUPTED_WITHIN / 4)
             answer = asking.result() if done else None
         finally:
             asking.cancel()

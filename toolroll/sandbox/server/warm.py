@@ -58,9 +58,13 @@ class PidNamespace:
     def is_empty(self) -> bool:
         """Whether nothing else is left in it. What a dead program leaves becomes a child of the first process."""
         try:
-            return not Path(f"/proc/{self.pid}/task/{self.pid}/children").read_bytes()
-        except OSError:  # it was killed, or the kernel doesn't tell: then it isn't used again
+            children = os.open(f"/proc/{self.pid}/task/{self.pid}/children", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # it is dead, or the kernel doesn't tell
             return False
+        try:
+            return not os.read(children, 1)
+        finally:
+            os.close(children)
 
     def destroy(self) -> None:
         """End everything in it."""
@@ -122,34 +126,43 @@ class WarmInterpreter:
         return True
 
     def _start(self, number: int, descriptors: list[int], cgroups: int) -> None:
-        space = None
         if self.plan["namespaces"]:
-            space = self.spare.pop() if self.spare else PidNamespace.make()
-            kernel.setns(space.handle, kernel.CLONE_NEWPID)
-        try:
-            pid, pidfd = kernel.clone(jail.PER_PROGRAM if space else 0)
-            if pid == 0:
-                self._become_program(descriptors, cgroups)
-        except OSError:
-            if space:
-                space.destroy()
-            raise
-        finally:
-            if space:
-                kernel.setns(self.own_space, kernel.CLONE_NEWPID)
+            pid, pidfd, space = self._clone_into_space()
+        else:
+            (pid, pidfd), space = kernel.clone(0), None
+        if pid == 0:
+            self._become_program(descriptors, cgroups)
         self.jobs[pidfd] = Job(number, pid, pidfd, space)
         self.poll.register(pidfd, select.EPOLLIN)
         # Who ends the second descriptor's process ends the program with all that it has started.
         socket.send_fds(self.front, [JOB.pack(STARTED, number)], [pidfd, space.pidfd if space else pidfd])
 
+    def _clone_into_space(self) -> tuple[int, int, PidNamespace]:
+        """A clone in a pid namespace without other programs, and in new ones of every other kind."""
+        while True:
+            fresh = not self.spare
+            space = PidNamespace.make() if fresh else self.spare.pop()
+            try:
+                kernel.setns(space.handle, kernel.CLONE_NEWPID)
+                pid, pidfd = kernel.clone(jail.PER_PROGRAM)
+                if pid:
+                    kernel.setns(self.own_space, kernel.CLONE_NEWPID)
+                return pid, pidfd, space
+            except OSError:
+                kernel.setns(self.own_space, kernel.CLONE_NEWPID)
+                space.destroy()
+                if fresh:
+                    raise
+                # Its first process was killed when its last program had just ended: it can't be used again.
+
     def _finish(self, job: Job) -> None:
         self.poll.unregister(job.pidfd)
         _, status, usage = os.wait4(job.pid, 0)
         os.close(job.pidfd)
-        # Said only when nothing of the program is left.
+        # Said only when nothing of the program is left. Who was killed was so with all its namespace, most often.
         if job.space is None:
             self._reap_strays()
-        elif job.space.is_empty():
+        elif status != signal.SIGKILL and job.space.is_empty():
             self.spare.append(job.space)
         else:
             job.space.destroy()

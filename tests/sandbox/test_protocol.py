@@ -1,0 +1,79 @@
+"""The wire types: SandboxFusion's, and what toolroll adds."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+import sandbox_fusion
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from toolroll.sandbox.protocol import (
+    RunCodeRequest,
+    RunCodeResponse,
+    RunJupyterRequest,
+    RunJupyterResponse,
+    read,
+    scrub_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (RunCodeRequest, sandbox_fusion.RunCodeRequest),
+        (RunCodeResponse, sandbox_fusion.RunCodeResponse),
+        (RunJupyterRequest, sandbox_fusion.RunJupyterRequest),
+        (RunJupyterResponse, sandbox_fusion.RunJupyterResponse),
+    ],
+)
+def test_every_field_of_theirs_is_ours_with_the_same_default(ours: Any, theirs: Any) -> None:
+    for name, field in theirs.__fields__.items():
+        mine = ours.model_fields[name]
+        assert mine.is_required() == field.required or name == "message"
+        if not field.required:
+            assert mine.get_default(call_default_factory=True) == field.default
+
+
+def test_what_is_ours_is_optional() -> None:
+    read(RunCodeRequest, b'{"code": "", "language": "python"}')
+    read(RunCodeResponse, b'{"status": "Success", "message": ""}')
+    read(RunJupyterRequest, b'{"cells": []}')
+
+
+@given(st.text(st.characters(blacklist_categories=[])))
+def test_any_text_can_be_sent_after_scrubbing(text: str) -> None:
+    scrubbed = scrub_text(text)
+    scrubbed.encode()
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        assert scrubbed == text
+
+
+@given(st.text(st.characters(blacklist_categories=[]), max_size=30))
+def test_any_code_can_be_received(code: str) -> None:
+    for ascii_only in (True, False):
+        body = json.dumps({"code": code, "language": "python"}, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+        try:
+            request = read(RunCodeRequest, body)
+        except ValidationError:
+            assert not ascii_only  # raw surrogates are no UTF-8
+        else:
+            request.code.encode()
+
+
+def test_a_pair_of_surrogates_is_one_character() -> None:
+    assert read(RunCodeRequest, b'{"code": "\\ud83d\\ude00 \\ud83d", "language": "python"}').code == "\U0001f600 \ufffd"
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_request_or_a_validation_error(body: bytes) -> None:
+    with contextlib.suppress(ValidationError):
+        read(RunCodeRequest, body)
+
+
+def test_deep_nesting_is_a_validation_error() -> None:
+    for body in (b"[" * 200_000, b'{"a":' * 200_000, b'{"code": "\\ud800", "language": ' + b"[" * 100_000):
+        with pytest.raises(ValidationError):
+            read(RunCodeRequest, body)
