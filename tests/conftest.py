@@ -39,3 +39,12 @@ def cluster() -> Iterator[str]:
     yield os.environ["RAY_ADDRESS"]
     ray.shutdown()
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def sandbox_url() -> Iterator[str]:
+    """A real sandbox server, in a process of its own."""
+    from sandbox.serving import serving
+
+    with serving() as running:
+        yield running.url

@@ -281,6 +281,15 @@ async def test_a_caller_who_goes_away_takes_the_program_along(sandbox: Serving) 
         assert (await client.ping()).running == 0
 
 
+async def test_who_comes_after_somebody_who_went_away_is_served(server: str, client: SandboxClient) -> None:
+    for pause in (0.0, 0.001, 0.003, 0.005, 0.01, 0.02, 0.05):
+        asking = asyncio.create_task(client.run("import time; time.sleep(0.02)"))
+        await asyncio.sleep(0.03 + pause)
+        asking.cancel()
+        status, answer, _ = await post(server, program("print(1)"))
+        assert (status, answer["status"]) == (200, "Success")
+
+
 async def test_a_key_sent_twice_runs_once(client: SandboxClient, server: str) -> None:
     body = program("import random; print(random.random())", idempotency_key=f"key-{time.time()}")
     first, second = await asyncio.gather(post(server, body), post(server, body))

@@ -172,9 +172,12 @@ async def _run_once(url: str | None, code: str, options: dict[str, Any]) -> Exec
     from toolroll.sandbox.client import SandboxClient
 
     async with contextlib.AsyncExitStack() as stack:
+        is_ours = url is None
         if url is None:
             url = (await stack.enter_async_context(_server(_settings({"port": 0})))).url
         client = await stack.enter_async_context(SandboxClient(url, token=os.environ.get(TOKEN)))
+        if not is_ours:
+            await client.ping()  # within seconds, where a program would be tried for longer
         return await client.run(code, **options)
 
 
