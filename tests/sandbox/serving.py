@@ -25,7 +25,7 @@ class Serving:
 
     @property
     def tier(self) -> str:
-        found = re.search(r"tier (\w)", self.greeting)
+        found = re.search(r"isolation +tier (\w)", self.greeting)
         return found[1] if found else ""
 
     def processes(self) -> list[psutil.Process]:

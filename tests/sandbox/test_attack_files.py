@@ -326,6 +326,7 @@ HOARDS = {
         for _ in range(480):
             kept.append((socket.create_connection(server.getsockname()), server.accept()[0]))
             kept[-1][0].setblocking(False)
+            kept[-1][1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 30)
         for _ in range(20):
             for one, _ in kept:
                 try: one.send(b"x" * (1 << 20))

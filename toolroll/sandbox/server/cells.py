@@ -32,6 +32,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 from toolroll.sandbox.server import program
+from toolroll.sandbox.server.shell import new_shell
 
 if TYPE_CHECKING:
     import asyncio
@@ -83,8 +84,6 @@ class Cells:
         self.interrupted = False
         self.pid = os.getpid()
         self.streams = (sys.stdout, sys.stderr)
-        from toolroll.sandbox.server.shell import new_shell
-
         self.shell = new_shell(self)
         self.interruptible = {
             method.__code__ for method in (type(self.shell).run_code, type(self.shell.events).trigger, Cells._finish)

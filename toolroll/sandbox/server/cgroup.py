@@ -1,4 +1,4 @@
-"""Limits on all processes of a program together: memory, and how many they are.
+"""Limits on all processes of a program together: memory, how many they are, and one share of the processors.
 
 A cgroup is made for a program that needs one and used again when it is empty. Version 2 where the server was given a
 part of the tree with the memory controller (systemd: `Delegate=yes`), else version 1, else none: `Cgroups.find` says
@@ -41,6 +41,8 @@ class Cgroup:
             with contextlib.suppress(OSError):
                 (self.memory / "memory.swap.max").write_text("0")
         else:
+            with contextlib.suppress(OSError):  # what is on its way between sockets is counted apart
+                (self.memory / "memory.kmem.tcp.limit_in_bytes").write_text(str(most // 8))
             with_swap = self.memory / "memory.memsw.limit_in_bytes"
             names = ["memory.limit_in_bytes", with_swap.name] if with_swap.exists() else ["memory.limit_in_bytes"]
             for name in names if most > self.limit else reversed(names):
@@ -70,21 +72,27 @@ class Cgroup:
 class Cgroups:
     """The cgroups of this server."""
 
-    def __init__(self, version: int, parents: dict[str, Path], processes: int) -> None:
+    def __init__(self, version: int, parents: dict[str, Path], processes: int, keep: int) -> None:
         self.version = version
         self.parents = parents
-        """Controller → directory. Both are one in version 2."""
+        """Controller → directory; in version 2 one for all. Each cgroup has the same share of the processors."""
         self.processes = processes
+        self.keep = keep
         self._spare: list[Cgroup] = []
         self._made = 0
 
     @classmethod
-    def find(cls, processes: int) -> Cgroups | None:
-        """Cgroups on this machine, if this process may make such; `processes` is how many each may have."""
+    def find(cls, processes: int, keep: int) -> Cgroups | None:
+        """Cgroups on this machine, if this process may make such.
+
+        Args:
+            processes: How many processes each may have.
+            keep: How many to keep for later while they aren't needed.
+        """
         for version, parents in ((2, _version_2()), (1, _version_1())):
             if parents is None:
                 continue
-            found = cls(version, parents, processes)
+            found = cls(version, parents, processes, keep)
             try:
                 found._clear_away()
                 found.give_back(found.take(1 << 30))
@@ -102,7 +110,10 @@ class Cgroups:
 
     def give_back(self, cgroup: Cgroup) -> None:
         """Hand in a cgroup whose processes have all ended."""
-        self._spare.append(cgroup)
+        if len(self._spare) < self.keep:
+            self._spare.append(cgroup)
+        else:
+            cgroup.remove()
 
     def close(self) -> None:
         """Remove those that are not in use."""
@@ -138,7 +149,9 @@ def _own() -> dict[str, str]:
 
 def _version_1() -> dict[str, Path] | None:
     own = _own()
-    parents = {name: _TREE / name / own.get(name, "/").lstrip("/") for name in ("memory", "pids")}
+    parents = {name: _TREE / name / own.get(name, "/").lstrip("/") for name in ("memory", "pids", "cpu")}
+    if not os.access(parents["cpu"], os.W_OK):
+        del parents["cpu"]
     return parents if all(os.access(path, os.W_OK) for path in parents.values()) else None
 
 
@@ -154,6 +167,8 @@ def _version_2() -> dict[str, Path] | None:
             for pid in (parent / "cgroup.procs").read_text().split():
                 (parent / "toolroll" / "cgroup.procs").write_text(pid)
         (parent / "cgroup.subtree_control").write_text("+memory +pids")
+        with contextlib.suppress(OSError):
+            (parent / "cgroup.subtree_control").write_text("+cpu")
     except OSError as error:
         logger.debug("cgroup version 2 can't be used: %s", error)
         return None

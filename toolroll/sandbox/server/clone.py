@@ -40,6 +40,7 @@ class Clone:
     def become_program(self) -> NoReturn:
         """Doesn't return. An exception out of here means that the program hasn't begun."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # where the kernel shares time out by session, a program with many processes has one share too
         self.directory = jail.enter(self.plan, self.spec)
         user = self.spec.get("user")
         # A supervisor that isn't the program's user must be able to become it, and to end what it left.
@@ -51,7 +52,7 @@ class Clone:
         if user is not None:
             os.seteuid(0)
         if self.supervised:
-            Supervisor(self.spec, REPORT_FD).run(self._commands())
+            Supervisor(self.plan, self.spec, REPORT_FD).run(self._commands())
         self._program()
 
     def _commands(self) -> list[partial[NoReturn]]:
@@ -117,5 +118,6 @@ class Clone:
                     os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "wb") as file:
                     file.write(data)
-            except (OSError, ValueError) as error:
-                raise BadFile(f"{path!r} can't be written: {getattr(error, 'strerror', None) or error}") from error
+            except (OSError, ValueError, RecursionError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise BadFile(f"{path[:200]!r} can't be written: {reason}") from error

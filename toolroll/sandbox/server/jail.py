@@ -116,6 +116,7 @@ def limit(limits: Limits, memory: int, *, address_space: int = 0, hard_memory: b
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_FSIZE, limits["disk"]),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 1024),  # timers too
         (resource.RLIMIT_MEMLOCK, 1 << 16),
         (resource.RLIMIT_DATA, memory + address_space),
         (resource.RLIMIT_AS, memory + address_space if hard_memory else resource.RLIM_INFINITY),

@@ -8,11 +8,12 @@ result (a return code, a signal, out of time, out of memory); `JobFailed` is rai
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,11 +125,9 @@ class Job:
         elif len(statuses) < len(self.timeouts) and not any(one["status"] for one in statuses):
             # It was killed together with its supervisor.
             statuses.append({"status": signal.SIGKILL, "seconds": self.process.seconds, "cpu": None})
-        last: dict[str, Any] = next((one for one in reports if "files" in one), {"files": {}, "too_large": []})
         return Finished(
             [self._command(one, streams[2 * i : 2 * i + 2], i + 1 == len(statuses)) for i, one in enumerate(statuses)],
-            last["files"],
-            last["too_large"],
+            *fetched(reports),
         )
 
     def _command(self, report: dict[str, Any], streams: list[Output], last: bool) -> CommandRunResult:
@@ -156,11 +155,32 @@ def ends_for_memory(stderr: str) -> bool:
 
 def report_size(spec: Spec) -> int:
     """The most bytes that a supervisor may report."""
-    return spec["fetch_limit"] * 4 // 3 + _REPORT_MARGIN
+    return spec["fetch_limit"] + _REPORT_MARGIN
 
 
 def report_lines(report: bytes) -> Iterator[dict[str, Any]]:
-    """The messages of a report; the last one may be cut off, where the supervisor was ended while it sent it."""
-    for line in report.splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+    """The messages of a report, with the bytes that follow one in it as `content`.
+
+    The last one may be cut off, where the supervisor was ended while it sent it.
+    """
+    at = 0
+    while (end := report.find(b"\n", at)) >= 0:
+        message = json.loads(report[at:end])
+        size = message.get("bytes", 0)
+        message["content"] = report[end + 1 : end + 1 + size]
+        yield message
+        at = end + 1 + size
+
+
+def fetched(reports: Iterable[dict[str, Any]]) -> tuple[dict[str, str], list[str]]:
+    """The files of a report in base64, and the names of those too large to send."""
+    whole, pieces, too_large = {}, [], []
+    for message in reports:
+        if "too_large" in message:
+            too_large.append(message["too_large"])
+        elif "file" in message and message["bytes"]:
+            pieces.append(message["content"])
+        elif "file" in message:
+            whole[message["file"]] = base64.b64encode(b"".join(pieces)).decode()
+            pieces = []
+    return whole, too_large

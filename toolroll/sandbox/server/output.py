@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable
+from functools import cache
 
 _EAGER_READS = 32
 _PAUSE = 0.004
@@ -33,6 +34,7 @@ class Output:
         self._reads = 0
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
+        self._null = _null()
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self.writing, True)
         if watched:
@@ -94,7 +96,7 @@ class Output:
                     self._heard(piece)
                 size = len(piece)
             else:
-                size = os.splice(self._reading, _null(), _LARGE_PIPE)
+                size = os.splice(self._reading, self._null, _LARGE_PIPE)
                 self.truncated = self.truncated or size > 0
         except BlockingIOError:
             return False
@@ -114,11 +116,6 @@ class Output:
         self._reading = -1
 
 
-_NULL = -1
-
-
+@cache
 def _null() -> int:
-    global _NULL
-    if _NULL < 0:
-        _NULL = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    return _NULL
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -63,7 +63,7 @@ class Sandbox:
         self.scientific = Pool(self.plan, settings.python, SCIENTIFIC, size)
         self.notebook = Pool(self.plan, settings.python, NOTEBOOK, 1)
         self.sessions = Sessions(settings.sessions, settings.session_ttl, self._new_session)
-        self._scratch = Scratch(self.plan["scratch"]) if not self.plan["namespaces"] else None
+        self._scratch = Scratch() if not self.plan["namespaces"] else None
         self._tasks: set[asyncio.Task[None]] = set()
         self._programs = 0
 
@@ -119,7 +119,7 @@ class Sandbox:
 
     async def run_jupyter(self, request: RunJupyterRequest) -> RunJupyterResponse:
         """Run cells one after the other in an interpreter of their own."""
-        await _interpreter_of(self.notebook)
+        await self._check_notebook()
         began = time.monotonic()
         session = self._new_session(self._spec(request, kind="cells", filename="", code=""))
         response = RunJupyterResponse(status=RunStatus.SUCCESS)
@@ -149,7 +149,7 @@ class Sandbox:
                 "A session takes no stdin, files or fetch_files: its cells read and write files themselves."
             )
         assert request.session_id is not None
-        await _interpreter_of(self.notebook)
+        await self._check_notebook()
         async with self.sessions.use(request.session_id) as (session, is_new):
             cell = await session.run(request.code, "script", request.run_timeout)
         shown = "".join(f"{one['text/plain']}\n" for one in cell.display if isinstance(one.get("text/plain"), str))
@@ -157,6 +157,11 @@ class Sandbox:
         answer = _answer(Finished([cell.result]), compiled=False)
         answer.session_is_new = is_new
         return answer
+
+    async def _check_notebook(self) -> None:
+        interpreter = await _interpreter_of(self.notebook)
+        if "IPython" not in interpreter.preloaded:
+            raise BadRequest(f"Sessions and notebooks need IPython: {self.settings.python} -m pip install ipython")
 
     def _prepare(self, request: RunCodeRequest) -> languages.Prepared:
         toolchain = self.toolchains[request.language]

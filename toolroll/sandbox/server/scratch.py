@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 _FIRST_USER = 961_000_000
@@ -14,9 +15,9 @@ _FIRST_USER = 961_000_000
 class Scratch:
     """Makes and removes them."""
 
-    def __init__(self, directory: str) -> None:
-        self.directory = Path(directory)
-        self.directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="toolroll-"))
+        self.directory.chmod(0o711)
         self._spare: list[int] = []
         self._made = 0
 
@@ -45,12 +46,7 @@ class Scratch:
 
 
 def _remove(directory: str) -> None:
-    def make_writable(function: object, path: str, _: object) -> None:
-        os.chmod(os.path.dirname(path), 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            os.unlink(path)
-
-    shutil.rmtree(directory, onerror=make_writable)
+    """By programs that take directories of any depth; a second time where a program had closed its own to itself."""
+    if subprocess.run(["/bin/rm", "-rf", "--", directory], capture_output=True).returncode != 0:
+        subprocess.run(["/bin/chmod", "-R", "u+rwX", "--", directory], capture_output=True)
+        subprocess.run(["/bin/rm", "-rf", "--", directory], capture_output=True)

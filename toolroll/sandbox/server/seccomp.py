@@ -24,14 +24,13 @@ from toolroll.errors import ConfigError, MissingExtra
 logger = logging.getLogger(__name__)
 
 _FILES = """
-access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
-fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync flock fsetxattr fstat fstatfs fsync ftruncate futimesat
-fgetxattr flistxattr fremovexattr getcwd getdents getdents64 getxattr inotify_add_watch inotify_init inotify_init1
-inotify_rm_watch ioctl lchown lgetxattr link linkat listxattr llistxattr lremovexattr lseek lsetxattr lstat memfd_create
-mkdir mkdirat mknod mknodat newfstatat open openat openat2 pipe pipe2 pread64 preadv preadv2 pwrite64 pwritev pwritev2
-read readahead readlink readlinkat readv removexattr rename renameat renameat2 rmdir sendfile setxattr splice stat
-statfs statx symlink symlinkat sync sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes
-vmsplice write writev
+access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64
+fallocate fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync flock fsetxattr fstat fstatfs fsync
+ftruncate futimesat fgetxattr flistxattr fremovexattr getcwd getdents getdents64 getxattr ioctl lchown lgetxattr link
+linkat listxattr llistxattr lremovexattr lseek lsetxattr lstat memfd_create mkdir mkdirat mknod mknodat newfstatat
+open openat openat2 pipe pipe2 pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat
+readv removexattr rename renameat renameat2 rmdir sendfile setxattr splice stat statfs statx symlink symlinkat sync
+sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes vmsplice write writev
 """
 _MEMORY = """
 brk madvise membarrier mincore mlock mlock2 mlockall mmap mprotect mremap msync munlock munlockall munmap
@@ -56,7 +55,7 @@ timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd
 _TALKING = """
 accept accept4 bind connect getpeername getsockname getsockopt listen mq_getsetattr mq_notify mq_open mq_timedreceive
 mq_timedsend mq_unlink msgctl msgget msgrcv msgsnd recvfrom recvmmsg recvmsg semctl semget semop semtimedop sendmmsg
-sendmsg sendto setsockopt shmat shmctl shmdt shmget shutdown socketpair
+sendmsg sendto setsockopt shmat shmctl shmdt shmget shutdown
 """
 ALLOWED = frozenset((_FILES + _MEMORY + _PROCESSES + _TIME_AND_WAITING + _TALKING).split())
 
@@ -73,35 +72,51 @@ REFUSED = frozenset(_DANGEROUS.split())
 ON_THE_WAY = frozenset({"mount", "setns", "unshare"})
 """Calls that a warm interpreter and its clones need until a program begins."""
 
-_NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* that clone takes
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+_REFUSED_FLAGS = 0x7E020000 | 0x8000
+"""Of clone: every CLONE_NEW*, and CLONE_PARENT, by which a process becomes its parent's sibling and escapes its end."""
+_SHARED_WITHOUT_NAMESPACES = """
+shmget semget msgget mq_open setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr chown lchown fchown
+fchownat socket
+"""
+"""What would reach, or stay in, the machine itself where no namespace is around it."""
+_OF_ITSELF_ONLY = {
+    "prlimit64": 0, "sched_setaffinity": 0, "sched_setattr": 0, "sched_setparam": 0, "sched_setscheduler": 0,
+    "setpriority": 1, "ioprio_set": 1,
+}  # fmt: skip
+"""Calls on a process, and which argument names it: 0 is the caller. Other processes may be the server's."""
 
 
 @cache
 def large_filter(*, namespaces: bool) -> bytes:
     """The filter of a warm interpreter that makes namespaces, or doesn't, as the kernel wants it.
 
-    Without namespaces a program has no network of its own, so only sockets of the local kind can be made.
+    Without namespaces a program has no network, no IPC and no users of its own: it gets none of these at all.
     """
     pyseccomp = _pyseccomp()
+    allow, refuse = pyseccomp.ALLOW, pyseccomp.ERRNO(errno.EPERM)
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
-    on_the_way = ON_THE_WAY if namespaces else frozenset()
-    for name in sorted(ALLOWED | on_the_way):
-        _add(rules, pyseccomp.ALLOW, name)
-    for name in sorted(REFUSED - on_the_way):
-        _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+
+    def is_(number: int, value: int, mask: int = 0xFFFFFFFF) -> Any:
+        return pyseccomp.Arg(number, pyseccomp.MASKED_EQ, mask, value)
+
     if namespaces:
-        _add(rules, pyseccomp.ALLOW, "clone")
+        allowed, refused = ALLOWED | ON_THE_WAY | {"clone", "socketpair"}, REFUSED - ON_THE_WAY
+        for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+            _add(rules, allow, "socket", is_(0, family))
+        # Name look-ups ask for the machine's addresses, and are answered with the loopback's.
+        _add(rules, allow, "socket", is_(0, socket.AF_NETLINK), is_(2, 0))
     else:
-        _add(rules, pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
-
-    def is_(number: int, value: int) -> Any:
-        return pyseccomp.Arg(number, pyseccomp.MASKED_EQ, 0xFFFFFFFF, value)
-
-    for family in _FAMILIES if namespaces else (socket.AF_UNIX,):
-        _add(rules, pyseccomp.ALLOW, "socket", is_(0, family))
-    if namespaces:  # name look-ups ask for the machine's addresses, and are answered with the loopback's
-        _add(rules, pyseccomp.ALLOW, "socket", is_(0, socket.AF_NETLINK), is_(2, 0))
+        refused = REFUSED | set(_SHARED_WITHOUT_NAMESPACES.split())
+        allowed = ALLOWED - refused - _OF_ITSELF_ONLY.keys()
+        for name, argument in _OF_ITSELF_ONLY.items():
+            _add(rules, allow, name, is_(argument, 0))
+        _add(rules, allow, "clone", is_(0, 0, _REFUSED_FLAGS))
+        for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):  # the others can be sent to any socket by its path
+            _add(rules, allow, "socketpair", is_(1, kind, 0xF))
+    for name in sorted(allowed):
+        _add(rules, allow, name)
+    for name in sorted(refused):
+        _add(rules, refuse, name)
     return _exported(rules)
 
 
@@ -112,7 +127,7 @@ def small_filter() -> bytes:
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in sorted(ON_THE_WAY):
         _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
-    for flag in (1 << bit for bit in range(32) if _NEW_NAMESPACES >> bit & 1):
+    for flag in (1 << bit for bit in range(32) if _REFUSED_FLAGS >> bit & 1):
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
     return _exported(rules)
 

@@ -18,10 +18,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from toolroll.sandbox.protocol import CommandRunResult, CommandStatus
 from toolroll.sandbox.server.cgroup import Cgroup
 from toolroll.sandbox.server.interpreter import Interpreter
-from toolroll.sandbox.server.job import BadRequest, JobFailed, ends_for_memory, report_lines, report_size
+from toolroll.sandbox.server.job import BadRequest, JobFailed, ends_for_memory, fetched, report_lines, report_size
 from toolroll.sandbox.server.output import Output
 from toolroll.sandbox.server.process import Process, file_of
 from toolroll.sandbox.server.spec import Plan, Spec
@@ -30,7 +32,10 @@ INTERRUPTED_WITHIN = 1.0
 """Seconds in which an interrupted cell must end."""
 FETCHED_WITHIN = 30.0
 _LENGTH = struct.Struct(">I")
-_MOST = 64 << 20
+MOST_ANSWERED = 80 << 20
+"""Bytes of an answer: what is displayed is limited to 16 million characters, of four bytes and more at the worst."""
+MOST_PARTS = 1_000_000
+_DEEPEST = 64
 
 
 @dataclass
@@ -110,10 +115,7 @@ class Session:
         self._channel.shutdown(socket.SHUT_WR)
         await asyncio.wait([self.process.gone], timeout=FETCHED_WITHIN)
         self.end()
-        for message in report_lines(self._report.close()):
-            if "files" in message:
-                return message["files"], message["too_large"]
-        return {}, []
+        return fetched(report_lines(self._report.close()))
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """Send a cell and read the answer; None if the process ended, or answers what no interpreter would."""
@@ -122,10 +124,12 @@ class Session:
         try:
             await loop.sock_sendall(self._channel, _LENGTH.pack(len(data)) + data)
             (size,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
-            if size > _MOST:
+            body = await self._receive(size) if size <= MOST_ANSWERED else b""
+            # What the interpreter itself sends has no such number of parts; a program might send it in its name.
+            if body.count(b"{") + body.count(b"[") > MOST_PARTS:
                 return None
-            answer = json.loads(await self._receive(size))
-        except (OSError, ValueError, EOFError, RecursionError):
+            answer = orjson.loads(body)
+        except (OSError, ValueError, EOFError):
             return None
         return answer if isinstance(answer, dict) else None
 
@@ -173,14 +177,21 @@ class Session:
         error = answer.get("error") if answer else None
         return Cell(
             result,
-            [one for one in display if isinstance(one, dict)] if isinstance(display, list) else [],
-            error if isinstance(error, dict) else None,
+            [one for one in display if isinstance(one, dict) and _is_flat(one)] if isinstance(display, list) else [],
+            error if isinstance(error, dict) and _is_flat(error) else None,
         )
 
     def _close(self) -> None:
         self._channel.close()
         for stream in (self._stdout, self._stderr, self._report):
             stream.close()  # what is there is kept
+
+
+def _is_flat(value: Any, deepest: int = _DEEPEST) -> bool:
+    """Whether a value doesn't nest deeper than can be sent on."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return not isinstance(value, list) or (deepest > 0 and all(_is_flat(one, deepest - 1) for one in value))
 
 
 def _number(answer: dict[str, Any] | None, name: str, otherwise: float | None) -> float | None:

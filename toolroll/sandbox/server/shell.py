@@ -1,6 +1,6 @@
 """IPython's shell for cells: without files, threads, colours and a terminal; what it shows goes to the cells' answer.
 
-Imported only where cells are run, as IPython is. Its names differ from version to version; those used here are in 8.20
+IPython is imported only where cells are run. Its names differ from version to version; those used here are in 8.20
 and in all of 9.
 """
 

@@ -35,8 +35,6 @@ class Plan(TypedDict):
     """What is added to it for a program."""
     readable: list[str]
     """The parts of the machine's file system that programs may read and execute."""
-    scratch: str
-    """Where directories of programs are made that have no file system of their own."""
     limits: Limits
     path: str
     """PATH of the programs."""

@@ -2,13 +2,12 @@
 
 It is itself locked into the jail, so that a path to write or to fetch leads nowhere that the program couldn't have gone
 by itself: links, `..` and absolute paths need no checking. It reports over a pipe: a line of JSON for each command as
-it ends, then the fetched files. The front takes nothing of that on trust but the exit status, which the program decides
-anyway. Only the standard library is imported.
+it ends, then the fetched files, in pieces of a line each with so many bytes after it. The front takes nothing of that
+on trust but the exit status, which the program decides anyway. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -19,14 +18,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolroll.sandbox.server import jail, kernel
-from toolroll.sandbox.server.spec import Spec
+from toolroll.sandbox.server import jail, kernel, landlock
+from toolroll.sandbox.server.spec import Plan, Spec
+
+_PIECE = 1 << 18
 
 
 class Supervisor:
     """Carries a program through its commands."""
 
-    def __init__(self, spec: Spec, report: int) -> None:
+    def __init__(self, plan: Plan, spec: Spec, report: int) -> None:
+        self.plan = plan
         self.spec = spec
         self.report = report
         self.child = 0
@@ -44,6 +46,7 @@ class Supervisor:
             if self._run(command) != 0:
                 break
         self._kill_all()
+        self._reap()
         if (user := self.spec.get("user")) is not None:
             jail.become(user)  # nothing is fetched that the program itself couldn't read
         self._send_files()
@@ -75,47 +78,64 @@ class Supervisor:
                 os.killpg(self.child, number)
 
     def _kill_all(self) -> None:
-        """End whatever the program has left. What is orphaned comes to us, so this finds all of it in the end."""
+        """End whatever the program has left, in one call that no fork can get ahead of.
+
+        The call ends all that the caller may signal: its pid namespace, or its user, or what its Landlock domain holds.
+        """
+        if (user := self.spec.get("user")) is not None:
+            if (killer := os.fork()) == 0:
+                jail.become(user)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                os._exit(0)
+            os.waitpid(killer, 0)
+        elif self.plan["namespaces"] or self.plan["landlock"] >= landlock.SIGNALS_FROM:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            self._kill_children()
+
+    def _kill_children(self) -> None:
+        """The same where nothing is isolated: one by one. What is orphaned comes to us, and has its turn."""
         children = Path(f"/proc/self/task/{os.getpid()}/children")
-        for _ in range(10_000):
-            alive = children.read_text().split() if children.exists() else []
-            if not alive:
+        for _ in range(1000):
+            if not (alive := children.read_text().split()):
                 return
             for pid in map(int, alive):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
             time.sleep(0.001)
 
-    def _send_files(self) -> None:
-        left, found, too_large = self.spec["fetch_limit"], {}, []
-        for path in self.spec["fetch"]:
-            content = _read(path, left + 1)
-            if content is not None and len(content) > left:
-                too_large.append(path)
-            elif content is not None:
-                left -= len(content)
-                found[path] = base64.b64encode(content).decode()
-        self._send({"files": found, "too_large": too_large})
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
+    def _send_files(self) -> None:
+        left = self.spec["fetch_limit"]
+        for path in self.spec["fetch"]:
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except (OSError, ValueError):
+                continue
+            about = os.fstat(fd)
+            if stat.S_ISREG(about.st_mode) and about.st_size > left:
+                self._send({"too_large": path})
+            elif stat.S_ISREG(about.st_mode):
+                left -= self._send_file(path, fd, about.st_size)
+            os.close(fd)
+
+    def _send_file(self, path: str, fd: int, size: int) -> int:
+        """Piece by piece: a copy would count against the program's memory. The bytes sent."""
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < size and (piece := os.read(fd, min(_PIECE, size - sent))):
+                self._send({"file": path, "bytes": len(piece)}, piece)
+                sent += len(piece)
+        self._send({"file": path, "bytes": 0})
+        return sent
+
+    def _send(self, message: dict[str, Any], raw: bytes = b"") -> None:
+        data = json.dumps(message).encode() + b"\n" + raw
         while data:
             data = data[os.write(self.report, data) :]
-
-
-def _read(path: str, most: int) -> bytes | None:
-    """The first bytes of a regular file, if it is one."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError):
-        return None
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-        try:
-            return file.read(most)
-        except (OSError, MemoryError):
-            return None

@@ -12,7 +12,6 @@ import base64
 import glob
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +21,12 @@ from toolroll.sandbox.server.cgroup import Cgroups
 from toolroll.sandbox.server.interpreter import Interpreter, StartError
 from toolroll.sandbox.server.job import Job, JobFailed
 from toolroll.sandbox.server.languages import SYSTEM
+from toolroll.sandbox.server.scratch import Scratch
 from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
 from toolroll.sandbox.server.spec import Limits, Plan, Spec
 
 PROCESSES = 256
+_TRIAL = "import colorsys, wave; print('it works')"  # modules that nothing has imported yet: are they in reach?
 OPEN_FILES = 1024
 _ETC = (
     "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "ssl/certs", "java*", "R",
@@ -58,7 +59,7 @@ async def find(settings: ServerSettings, readable: list[str]) -> Isolation:
     if sys.platform != "linux" or not kernel.SUPPORTED:
         raise Unsafe("The sandbox server needs Linux on x86_64 or aarch64.")
     notes = []
-    cgroups = Cgroups.find(PROCESSES)
+    cgroups = Cgroups.find(PROCESSES, settings.capacity)
     if cgroups is None:
         notes.append("no cgroup can be made: memory is limited per process (delegate one, e.g. systemd's Delegate=yes)")
     for plan in _plans(settings, readable, with_cgroups=cgroups is not None):
@@ -108,13 +109,11 @@ def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool)
         "seccomp": base64.b64encode(seccomp.large_filter(namespaces=True)).decode(),
         "seccomp_of_program": base64.b64encode(seccomp.small_filter()).decode(),
         "readable": readable,
-        "scratch": "",
         "limits": limits,
         "path": f"{Path(settings.python).parent}:/usr/local/bin:/usr/bin:/bin",
     }
     plans = [plan]
-    scratch = f"{tempfile.gettempdir()}/toolroll-{os.getpid()}"
-    bare: Plan = {**plan, "namespaces": False, "scratch": scratch, "seccomp_of_program": ""}
+    bare: Plan = {**plan, "namespaces": False, "seccomp_of_program": ""}
     if abi >= landlock.SIGNALS_FROM or (abi and os.geteuid() == 0):
         without = base64.b64encode(seccomp.large_filter(namespaces=False)).decode()
         plans.append({**bare, "tier": "C", "seccomp": without})
@@ -127,19 +126,23 @@ async def _try_out(plan: Plan, settings: ServerSettings) -> None:
     """Run a program. Raises where that isn't possible."""
     interpreter = Interpreter(plan, settings.python, [])
     await interpreter.start()
+    scratch = None if plan["namespaces"] else Scratch()
     try:
-        with tempfile.TemporaryDirectory() as directory:
-            spec: Spec = {
-                "kind": "script", "filename": "main.py", "code": "print('it works')", "files": {}, "fetch": [],
-                "fetch_limit": 0, "memory": 256 * MEGABYTE, "memory_by_rlimit": False, "stages": [],
-            }  # fmt: skip
-            if not plan["namespaces"]:
-                spec["directory"] = directory
-            async with asyncio.timeout(30):
-                done = await Job(plan, spec, b"", [20], 1 << 16, None).run(interpreter)
+        spec: Spec = {
+            "kind": "script", "filename": "main.py", "code": _TRIAL, "files": {}, "fetch": [], "fetch_limit": 0,
+            "memory": 256 * MEGABYTE, "memory_by_rlimit": False, "stages": [],
+        }  # fmt: skip
+        if scratch:
+            spec["directory"], user = scratch.take()
+            if user is not None:
+                spec["user"] = user
+        async with asyncio.timeout(30):
+            done = await Job(plan, spec, b"", [20], 1 << 16, None).run(interpreter)
     except TimeoutError:
         raise JobFailed("a program took longer than 30 s") from None
     finally:
         interpreter.close()
+        if scratch:
+            await asyncio.to_thread(scratch.close)
     if done.commands[0].stdout != "it works\n":
         raise JobFailed(f"a program failed: {done.commands[0].stderr or done.commands[0].return_code}")

@@ -37,6 +37,8 @@ JOB = struct.Struct("=cQ")
 ENDED = struct.Struct("=cQid")
 READY, STARTED, FINISHED, NOT_STARTED = b"R", b"S", b"E", b"F"
 MOST_DESCRIPTORS = 16
+MOST_SPARE = 64
+"""How many empty pid namespaces are kept for later."""
 
 
 @dataclass
@@ -162,7 +164,7 @@ class WarmInterpreter:
         # Said only when nothing of the program is left. Who was killed was so with all its namespace, most often.
         if job.space is None:
             self._reap_strays()
-        elif status != signal.SIGKILL and job.space.is_empty():
+        elif status != signal.SIGKILL and len(self.spare) < MOST_SPARE and job.space.is_empty():
             self.spare.append(job.space)
         else:
             job.space.destroy()
@@ -171,8 +173,12 @@ class WarmInterpreter:
     def _reap_strays(self) -> None:
         """Without pid namespaces, what a killed supervisor leaves becomes our child. It is ended here."""
         known = {job.pid for job in self.jobs.values()}
-        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
-            if pid not in known:
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        for _ in range(100):
+            strays = [pid for pid in map(int, children.read_text().split()) if pid not in known]
+            if not strays:
+                return
+            for pid in strays:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
