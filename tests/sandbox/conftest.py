@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from sandbox.serving import Serving, serving
 
+from sandbox.serving import Serving, serving
 from toolroll.sandbox.client import SandboxClient
 
 

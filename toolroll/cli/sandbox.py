@@ -51,7 +51,7 @@ Url = Annotated[str | None, typer.Option(help="A running sandbox server; without
 def serve(
     host: Annotated[str | None, _option("Address to listen on.", "127.0.0.1")] = None,
     port: Annotated[int | None, _option("Port to listen on; 0 for a free one.", "8080")] = None,
-    capacity: Annotated[int | None, _option("Programs that run at once.", "number of CPUs")] = None,
+    capacity: Annotated[int | None, _option("Programs that run at once.", "number of CPUs + 1")] = None,
     queue: Annotated[int | None, _option("Requests that wait; more get 429.", "1000")] = None,
     memory_mb: Annotated[int | None, _option("Megabytes for a program.", "1024")] = None,
     disk_mb: Annotated[int | None, _option("Megabytes of files for a program.", "512")] = None,

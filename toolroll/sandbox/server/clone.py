@@ -70,8 +70,8 @@ class Clone:
             address_space=self.address_space,
             hard_memory=self.spec["memory_by_rlimit"],
         )
-        os.environ.clear()
-        os.environ.update(jail.environment(self.plan, self.directory, self.spec.get("environment", {})))
+        if not self.plan["namespaces"]:  # else it is the warm interpreter's own already
+            os.environ.update(jail.environment(self.plan, self.directory))
         path = f"{self.directory}/{self.spec['filename']}"
         if channel >= 0:
             os.dup2(channel, SPEC_FD)

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import marshal
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from toolroll.sandbox.server.cgroup import Cgroup
 from toolroll.sandbox.server.interpreter import Interpreter
 from toolroll.sandbox.server.output import Output
 from toolroll.sandbox.server.process import Process, file_of
-from toolroll.sandbox.server.spec import Plan, Spec
+from toolroll.sandbox.server.spec import SPEC_FORMAT, Plan, Spec
 
 GRACE = 0.25
 """Seconds between the interrupt and the end."""
@@ -103,7 +104,7 @@ class Job:
     @contextlib.contextmanager
     def _descriptors(self, streams: list[Output], report: Output) -> Iterator[list[int]]:
         """What the program is given, in the order of `clone`: 0 to 2, the spec, the report, a compiler's 1 and 2."""
-        stdin, spec = file_of(self._stdin), file_of(json.dumps(self.spec).encode())
+        stdin, spec = file_of(self._stdin), file_of(marshal.dumps(dict(self.spec), SPEC_FORMAT))
         writing = [stream.writing for stream in streams]
         try:
             yield [stdin, *writing[-2:], spec, report.writing, *writing[:-2]]

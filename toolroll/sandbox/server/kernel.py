@@ -8,10 +8,8 @@ have nothing else installed. Numbers are for x86_64 and aarch64; those from 424 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import platform
-import socket
 import struct
 from collections.abc import Iterable
 
@@ -65,17 +63,14 @@ def _checked(result: int, name: str) -> int:
 def clone(flags: int) -> tuple[int, int]:
     """Fork with new namespaces: (0, -1) in the child, (pid, pidfd) in the parent. CLONE_PIDFD is added.
 
-    The caller must have one thread only. As with os.fork, what Python has registered for the child is called in it;
-    what C libraries have registered is not.
+    The caller must have one thread only. Unlike after os.fork, nothing is called in the child that Python or a C
+    library has registered for it.
     """
     pidfd, sigchld, none = ctypes.c_int(-1), 17, ctypes.c_void_p(0)
     number, flags_ = ctypes.c_long(_NR["clone"]), ctypes.c_ulong(flags | CLONE_PIDFD | sigchld)
     # Held: the child must not come back to an interpreter whose lock belongs to a thread that doesn't exist in it.
     pid = int(_held.syscall(number, flags_, none, ctypes.byref(pidfd), none, none))
-    if pid == 0:
-        _held.PyOS_AfterFork_Child()
-        return 0, -1
-    return _checked(pid, "clone"), pidfd.value
+    return (0, -1) if pid == 0 else (_checked(pid, "clone"), pidfd.value)
 
 
 def unshare(flags: int) -> None:
@@ -139,8 +134,8 @@ def close_from(lowest: int) -> None:
 
 def seccomp(program: bytes) -> None:
     """Filter this process's system calls, for good. `program` is what libseccomp exports."""
-    code = ctypes.create_string_buffer(program, len(program))
-    filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value or 0
+    filter_ = struct.pack("@HP", len(program) // 8, address)
     set_mode_filter = 1
     _call("seccomp", ctypes.c_uint(set_mode_filter), ctypes.c_uint(0), ctypes.c_char_p(filter_))
 
@@ -183,6 +178,10 @@ def setns(fd: int, kind: int) -> None:
 
 def loopback_up() -> None:
     """Switch the loopback interface on, so that a program may talk to itself over 127.0.0.1."""
-    siocsifflags, iff_up_running = 0x8914, 0x41
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as handle:
-        fcntl.ioctl(handle, siocsifflags, struct.pack("=16sh22x", b"lo", iff_up_running))
+    af_inet, sock_dgram, siocsifflags, iff_up_running = 2, 2, 0x8914, 0x41
+    # By the C library: Python's own socket would be half the cost of all this.
+    handle = _checked(_libc.socket(af_inet, sock_dgram, 0), "socket")
+    try:
+        _checked(_libc.ioctl(handle, siocsifflags, struct.pack("=16sh22x", b"lo", iff_up_running)), "ioctl lo")
+    finally:
+        os.close(handle)

@@ -46,7 +46,9 @@ def new_main(path: str) -> types.ModuleType:
 
 
 def new_randomness() -> None:
-    """Seed what was seeded before the fork and doesn't notice one. The standard library does, by its own hooks."""
+    """Seed what was seeded before the fork."""
+    if random := sys.modules.get("random"):
+        random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import marshal
 import os
 import socket
 import struct
@@ -26,7 +27,7 @@ from toolroll.sandbox.server.interpreter import Interpreter
 from toolroll.sandbox.server.job import BadRequest, JobFailed, ends_for_memory, fetched, report_lines, report_size
 from toolroll.sandbox.server.output import Output
 from toolroll.sandbox.server.process import Process, file_of
-from toolroll.sandbox.server.spec import Plan, Spec
+from toolroll.sandbox.server.spec import SPEC_FORMAT, Plan, Spec
 
 INTERRUPTED_WITHIN = 1.0
 """Seconds in which an interrupted cell must end."""
@@ -69,7 +70,7 @@ class Session:
 
     def begin(self, interpreter: Interpreter) -> None:
         """Have it started. A cell may be sent at once."""
-        stdin, spec = file_of(b""), file_of(json.dumps(self.spec).encode())
+        stdin, spec = file_of(b""), file_of(marshal.dumps(dict(self.spec), SPEC_FORMAT))
         writing = [self._stdout.writing, self._stderr.writing]
         cgroups = self.cgroup.descriptors if self.cgroup else []
         interpreter.give(self.process, [stdin, *writing, spec, self._report.writing, self._theirs.fileno()], cgroups)

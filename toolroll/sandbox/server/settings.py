@@ -25,8 +25,8 @@ class ServerSettings(BaseModel):
     """0 for any free one."""
     token: SecretStr | None = None
     """What requests must show as `Authorization: Bearer …`; None for no such check."""
-    capacity: int = Field(default_factory=lambda: max(2, cpus()), ge=1)
-    """How many programs run at once."""
+    capacity: int = Field(default_factory=lambda: cpus() + 1, ge=1)
+    """How many programs run at once. One more than there are processors: while one comes or goes, none is idle."""
     queue: int = Field(default=1000, ge=0)
     """How many requests wait for their turn; more are refused with 429."""
     memory_mb: int = Field(default=1024, ge=32)

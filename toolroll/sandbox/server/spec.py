@@ -1,4 +1,6 @@
-"""What passes between the front and the processes that run programs: plain data, as JSON.
+"""What passes between the front and the processes that run programs: plain data.
+
+A plan goes as JSON; a spec by marshal, which a process that was just cloned reads with the least of its memory touched.
 
 Only the standard library is imported: the receiving side runs in the interpreter that executes the model's code.
 """
@@ -9,6 +11,10 @@ from typing import Literal, NotRequired, TypedDict
 
 WORK = "/tmp/work"  # noqa: S108 (inside the jail, where /tmp is the program's own)
 """The working directory of a program that has a file system of its own."""
+
+
+SPEC_FORMAT = 4
+"""The format of marshal that every Python from 3.4 on reads."""
 
 
 class Limits(TypedDict):

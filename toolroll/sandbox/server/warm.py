@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import json
+import marshal
 import os
 import select
 import signal
@@ -29,7 +30,7 @@ from typing import NoReturn
 
 from toolroll.sandbox.server import jail, kernel, program
 from toolroll.sandbox.server.clone import REPORT_FD, SPEC_FD, Clone
-from toolroll.sandbox.server.spec import Plan, Spec
+from toolroll.sandbox.server.spec import WORK, Plan, Spec
 
 ORDER = struct.Struct("=cQB")
 """To this process: a job's number, and how many of its descriptors, the last ones, are cgroups to enter."""
@@ -186,8 +187,7 @@ class WarmInterpreter:
         """In the clone: take the program's place. Nothing returns from here into the loop."""
         try:
             _arrange(descriptors, cgroups)
-            with open(SPEC_FD, "rb") as file:
-                spec: Spec = json.load(file)
+            spec: Spec = marshal.loads(_read_all(SPEC_FD))  # noqa: S302 (the front wrote it)
             Clone(self.plan, spec, self.address_space).become_program()
         except BaseException as error:  # not the program's fault: it hasn't begun
             os.write(REPORT_FD, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
@@ -204,6 +204,14 @@ def _arrange(descriptors: list[int], cgroups: int) -> None:
     for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in descriptors[:own]]):
         os.dup2(fd, number, inheritable=number < SPEC_FD)
     kernel.close_from(own)
+
+
+def _read_all(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    data = os.read(fd, size)
+    while len(data) < size and (more := os.read(fd, size - len(data))):
+        data += more
+    return data
 
 
 def _rest() -> NoReturn:
@@ -242,6 +250,8 @@ def main() -> None:
     plan: Plan = orders["plan"]
     try:
         jail.move_in(plan)
+        os.environ.clear()
+        os.environ.update(jail.environment(plan, WORK))
         found = preload(orders["preload"])
         gc.collect()
         gc.freeze()  # what is here now is never looked at again by a program's collections, so its pages stay shared
