@@ -63,7 +63,6 @@ async def test_it_ends_though_somebody_still_writes() -> None:
     os.write(output.writing, b"here")
     assert output.close() == b"here"
     assert output.close() == b"here"
-    output.give_away()
 
 
 async def test_what_was_written_since_the_last_time() -> None:
@@ -74,4 +73,3 @@ async def test_what_was_written_since_the_last_time() -> None:
     os.write(output.writing, b"next")
     assert output.so_far() == (b"next", False)
     output.close()
-    output.give_away()

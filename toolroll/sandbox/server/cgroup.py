@@ -104,7 +104,15 @@ class Cgroups:
 
     def take(self, memory: int) -> Cgroup:
         """A cgroup with nothing in it, limited to so many bytes."""
-        cgroup = self._spare.pop() if self._spare else self._make()
+        while self._spare:
+            cgroup = self._spare.pop()
+            try:
+                cgroup.set_memory(memory)
+            except OSError:  # what its last program used is still charged to it
+                cgroup.remove()
+                continue
+            return cgroup
+        cgroup = self._make()
         cgroup.set_memory(memory)
         return cgroup
 
@@ -136,7 +144,7 @@ class Cgroups:
         for parent in dict.fromkeys(self.parents.values()):
             for left in parent.glob(f"{_PREFIX}*-*"):
                 pid = left.name.removeprefix(_PREFIX).partition("-")[0]
-                if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
                     with contextlib.suppress(OSError):
                         left.rmdir()
 
@@ -161,11 +169,11 @@ def _version_2() -> dict[str, Path] | None:
         return None
     parent = _TREE / own.lstrip("/")
     try:
-        if own != "/":
-            # Only a cgroup without processes of its own can limit those below it: ours move down first.
+        if (parent / "cgroup.type").exists():  # the root alone has none
+            # Only a cgroup without processes of its own can limit those below it: this one moves down first. Where
+            # others are in it too, they are not ours to move, and it can't be used.
             (parent / "toolroll").mkdir(exist_ok=True)
-            for pid in (parent / "cgroup.procs").read_text().split():
-                (parent / "toolroll" / "cgroup.procs").write_text(pid)
+            (parent / "toolroll" / "cgroup.procs").write_text(str(os.getpid()))
         (parent / "cgroup.subtree_control").write_text("+memory +pids")
         with contextlib.suppress(OSError):
             (parent / "cgroup.subtree_control").write_text("+cpu")

@@ -9,18 +9,23 @@ library is imported.
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import signal
+import stat
 from functools import partial
 from typing import NoReturn
 
 from toolroll.sandbox.server import cells, jail, kernel, program
-from toolroll.sandbox.server.spec import Plan, Spec, Stage
+from toolroll.sandbox.server.spec import Plan, Spec, Stage, is_supervised
 from toolroll.sandbox.server.supervisor import Supervisor
 
 SPEC_FD, REPORT_FD, MORE_FD = 3, 4, 5
 """The descriptors of a clone: 0 to 2 as always; its spec; where the supervisor reports; for a compiler its output and
 errors, or for cells the socket that they come from. A program itself has 0 to 2 only."""
+
+
+_FAULTS_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class BadFile(Exception):
@@ -35,7 +40,6 @@ class Clone:
         self.spec = spec
         self.address_space = address_space
         self.directory = ""
-        self.supervised = not plan["namespaces"] or spec["kind"] == "commands" or bool(spec["fetch"])
 
     def become_program(self) -> NoReturn:
         """Doesn't return. An exception out of here means that the program hasn't begun."""
@@ -51,7 +55,7 @@ class Clone:
         self._write_files()
         if user is not None:
             os.seteuid(0)
-        if self.supervised:
+        if is_supervised(self.plan, self.spec):
             Supervisor(self.plan, self.spec, REPORT_FD).run(self._commands())
         self._program()
 
@@ -116,8 +120,18 @@ class Clone:
             try:
                 if os.path.dirname(path):
                     os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as file:
-                    file.write(data)
+                _write(path, data)
             except (OSError, ValueError, RecursionError) as error:
+                if not self.plan["namespaces"] and getattr(error, "errno", 0) in _FAULTS_OF_THE_MACHINE:
+                    raise
                 reason = getattr(error, "strerror", None) or error
                 raise BadFile(f"{path[:200]!r} can't be written: {reason}") from error
+
+
+def _write(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with open(fd, "wb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # our own descriptors, by way of /proc, among others
+            raise ValueError("it isn't a regular file")
+        file.truncate(0)
+        file.write(data)

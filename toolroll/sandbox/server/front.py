@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -43,6 +44,9 @@ from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
 
 logger = logging.getLogger(__name__)
 
+MOST_HELD = 1 << 30
+"""Bytes of requests that are here at once."""
+SENT_WITHIN = 120.0
 _OPEN = ("/v1/ping", "/metrics")
 """Asked by load balancers and monitors, which have no token; they say nothing of anybody's programs."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,6 +62,7 @@ class Front:
         self.answers = Answers()
         self.metrics = Metrics()
         self.is_draining = False
+        self._held = 0
         self._pod = os.environ.get("MY_POD_NAME")
         self.metrics.watch("running", "Programs that run now.", lambda: self.admission.running)
         self.metrics.watch("waiting", "Requests that wait for their turn.", lambda: self.admission.waiting)
@@ -136,29 +141,53 @@ class Front:
         return _json(RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=message, executor_pod_name=self._pod))
 
     async def _run_code(self, request: web.Request) -> web.Response:
-        asked = read(RunCodeRequest, await self._body(request))
-        self._check_seconds(asked.compile_timeout, asked.run_timeout)
+        with self._room_for(request):
+            body = await self._body(request)
+            asked = read(RunCodeRequest, body)
+            self._check_seconds(asked.compile_timeout, asked.run_timeout)
 
-        async def answer() -> bytes:
-            return await self._answer(asked, self.sandbox.run_code(asked), asked.language)
+            async def answer() -> bytes:
+                if asked.session_id is None:
+                    return await self._answer(asked, self.sandbox.run_code(asked), asked.language)
+                # Its turn first: those who wait for one session must not take the places of others.
+                async with self.sandbox.sessions.turn(asked.session_id):
+                    return await self._answer(asked, self.sandbox.run_code(asked), asked.language)
 
-        return await self._send(asked.idempotency_key, answer, finish=asked.session_id is not None)
+            return await self._send(asked.idempotency_key, body, answer, finish=asked.session_id is not None)
 
     async def _run_jupyter(self, request: web.Request) -> web.Response:
-        asked = read(RunJupyterRequest, await self._body(request))
-        self._check_seconds(asked.cell_timeout, asked.total_timeout)
+        with self._room_for(request):
+            body = await self._body(request)
+            asked = read(RunJupyterRequest, body)
+            self._check_seconds(asked.cell_timeout, asked.total_timeout)
 
-        async def answer() -> bytes:
-            return await self._answer(asked, self.sandbox.run_jupyter(asked), "jupyter")
+            async def answer() -> bytes:
+                return await self._answer(asked, self.sandbox.run_jupyter(asked), "jupyter")
 
-        return await self._send(asked.idempotency_key, answer, finish=False)
+            return await self._send(asked.idempotency_key, body, answer, finish=False)
+
+    @contextlib.contextmanager
+    def _room_for(self, request: web.Request) -> Iterator[None]:
+        """Room for a request's content, until it is answered: what waits may be many, or large, not both."""
+        size = request.content_length or self.settings.request_mb * MEGABYTE
+        if self._held and self._held + size > MOST_HELD:
+            raise Full(self.admission.retry_after())
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
 
     async def _body(self, request: web.Request) -> bytes:
         """The request's content; not even looked at where there is no room for it."""
         if self.is_draining:
             raise web.HTTPServiceUnavailable(reason="This server is ending.")
         self.admission.check_room()
-        return await request.read()
+        try:
+            async with asyncio.timeout(SENT_WITHIN):
+                return await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(reason=f"The request took longer than {SENT_WITHIN:g} s to come.") from None
 
     def _check_seconds(self, *timeouts: float) -> None:
         if max(timeouts) > self.settings.max_timeout:
@@ -184,11 +213,15 @@ class Front:
         answer.executor_pod_name = self._pod
         return answer.model_dump_json().encode()
 
-    async def _send(self, key: str | None, make: Callable[[], Awaitable[bytes]], *, finish: bool) -> web.Response:
+    async def _send(
+        self, key: str | None, asked: bytes, make: Callable[[], Coroutine[Any, Any, bytes]], *, finish: bool
+    ) -> web.Response:
         if key is not None:
+            # With the request's content: another request under the same key is another request.
+            key = f"{key} {hashlib.sha256(asked).hexdigest()}"
             body = await self.answers.get(key, make, finish=finish)
         elif finish:
-            body = await asyncio.shield(asyncio.ensure_future(make()))
+            body = await asyncio.shield(asyncio.create_task(make()))
         else:
             body = await make()
         return web.Response(body=body, content_type="application/json")

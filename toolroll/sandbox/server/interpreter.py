@@ -69,7 +69,10 @@ class Interpreter:
 
     async def start(self) -> None:
         """Start it, and wait until it is ready. Raises StartError."""
-        self._front, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._front, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise StartError(f"no socket: {error.strerror}") from error
         orders = json.dumps({"plan": self.plan, "preload": list(self.preload)})
         # An environment of its own: nothing of the server's can be read by a program. One thread: others wouldn't be
         # there in a clone.
@@ -122,7 +125,7 @@ class Interpreter:
         self._front.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        asyncio.get_running_loop().run_in_executor(None, self._process.wait)
         for timer in self._unbegun.values():
             timer.cancel()
         self._unbegun.clear()
@@ -164,7 +167,13 @@ class Interpreter:
         if timer := self._unbegun.pop(number, None):
             timer.cancel()
         if kind == warm.STARTED:
-            self.runs[number].started(*descriptors)
+            if len(descriptors) == 2:
+                self.runs[number].started(*descriptors)
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            logger.error("No descriptors are left for a program. Raise the limit of open files (ulimit -n).")
+            self.close()  # a program that can't be ended must not run
             return
         run = self.runs.pop(number)
         if kind == warm.FINISHED:

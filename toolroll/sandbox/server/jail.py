@@ -76,7 +76,6 @@ def enter(plan: Plan, spec: Spec) -> str:
         directory = WORK
         os.mkdir(directory)
     else:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         directory = spec["directory"]
     os.chdir(directory)
     return directory

@@ -23,11 +23,13 @@ from toolroll.sandbox.server.cgroup import Cgroup
 from toolroll.sandbox.server.interpreter import Interpreter
 from toolroll.sandbox.server.output import Output
 from toolroll.sandbox.server.process import Process, file_of
-from toolroll.sandbox.server.spec import SPEC_FORMAT, Plan, Spec
+from toolroll.sandbox.server.spec import SPEC_FORMAT, Plan, Spec, is_supervised
 
+FETCHED_WITHIN = 30.0
+"""Seconds for a program's files to be sent."""
 GRACE = 0.25
 """Seconds between the interrupt and the end."""
-_REPORT_MARGIN = 1 << 20
+_REPORT_MARGIN = 8 << 20
 
 
 class JobFailed(Exception):
@@ -59,7 +61,7 @@ class Job:
         self.timeouts = timeouts
         self.cgroup = cgroup
         self.process = Process(namespaces=plan["namespaces"], begun=self._begun)
-        self._supervised = not plan["namespaces"] or spec["kind"] == "commands" or bool(spec["fetch"])
+        self._supervised = is_supervised(plan, spec)
         self._stdin = stdin
         self._output = output
         self._timed_out = False
@@ -69,32 +71,42 @@ class Job:
 
     async def run(self, interpreter: Interpreter) -> Finished:
         """Run it. Cancelling this ends the program."""
-        streams = [Output(self._output) for _ in range(2 * len(self.timeouts))]
-        report = Output(report_size(self.spec), self._heard, watched=self._supervised)
+        streams: list[Output] = []
         try:
-            with self._descriptors(streams, report) as descriptors:
+            for _ in range(2 * len(self.timeouts)):
+                streams.append(Output(self._output))  # noqa: PERF401 (those made before one that fails are closed)
+            report = Output(report_size(self.spec), self._heard, watched=self._supervised)
+            streams.append(report)
+            with self._descriptors(streams[:-1], report) as descriptors:
                 interpreter.give(self.process, descriptors, self.cgroup.descriptors if self.cgroup else [])
-            for stream in (*streams, report):
+            for stream in streams:
                 stream.give_away()
             await asyncio.shield(self.process.gone)
-            return self._result(streams, report)
+            return self._result(streams[:-1], report)
+        except OSError as error:
+            self.process.failed(f"it could not be given to an interpreter: {error}")
+            raise JobFailed(self.process.failure) from error
         finally:
             if self._timer:
                 self._timer.cancel()
             self.process.kill()
-            for stream in (*streams, report):
+            for stream in streams:
                 stream.close()
 
     def _begun(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self.timeouts[0], self._time_out)
 
     def _heard(self, piece: bytes) -> None:
-        """The supervisor reports: after the compiler the program's own time begins."""
+        """The supervisor reports: after the compiler the program's own time begins, after the program ours."""
         self._commands_ended += piece.count(b"\n")
-        if self._timer and not self._timed_out and self._commands_ended < len(self.timeouts):
-            self._timer.cancel()
-            timeout = self.timeouts[self._commands_ended]
-            self._timer = asyncio.get_running_loop().call_later(timeout, self._time_out)
+        if not self._timer or self._timed_out:
+            return
+        self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        if self._commands_ended < len(self.timeouts):
+            self._timer = loop.call_later(self.timeouts[self._commands_ended], self._time_out)
+        else:
+            self._timer = loop.call_later(FETCHED_WITHIN, self.process.kill)
 
     def _time_out(self) -> None:
         self._timed_out = True
@@ -116,7 +128,7 @@ class Job:
         if self.process.status is None:
             raise JobFailed(self.process.failure)
         reports = list(report_lines(report.close()))
-        if reports and (error := reports[0].get("error")):
+        if error := next((one["error"] for one in reports if "error" in one), ""):
             if error.startswith("BadFile: "):
                 raise BadRequest(error.removeprefix("BadFile: "))
             raise JobFailed(f"the jail could not be made: {error}")

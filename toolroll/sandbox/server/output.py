@@ -43,15 +43,32 @@ class Output:
     def give_away(self) -> None:
         """Close the writing end here: the program has it now."""
         os.close(self.writing)
+        self.writing = -1
 
     def close(self) -> bytes:
         """Take what is there, and no more. What was kept."""
+        if self.writing >= 0:
+            self.give_away()
         if self._reading >= 0:
             for _ in range(2 * (_LARGE_PIPE // _CHUNK)):  # a pipe's content; somebody may still be writing
                 if self._reading < 0 or not self._take():
                     break
             self._stop()
         return bytes(self._kept)
+
+    def pause(self) -> None:
+        """Leave what comes where it is, until `resume`. A writer that goes on has to wait."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if self._reading >= 0:
+            self._loop.remove_reader(self._reading)
+
+    def resume(self) -> None:
+        """Read again."""
+        self._reads = 0
+        if self._reading >= 0:
+            self._loop.add_reader(self._reading, self._read)
 
     def so_far(self) -> tuple[bytes, bool]:
         """Take what is there, and begin anew: what was kept since the last time, and whether that is not all."""

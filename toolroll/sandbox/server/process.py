@@ -48,6 +48,10 @@ class Process:
     def started(self, process: int, everything: int) -> None:
         """It begins."""
         self._process, self._everything = process, everything
+        if self.gone.done():
+            self._signal(everything, signal.SIGKILL)
+            self._close()
+            return
         self._began = time.monotonic()  # the loop's own clock may be coarse
         if self._to_be_killed:
             self.kill()
@@ -80,6 +84,7 @@ class Process:
     def _give_up(self) -> None:
         logger.error("A program that was killed %g s ago is still there.", GONE_WITHIN)
         self._signal(self._process, signal.SIGKILL)
+        self.failed("the program could not be ended")
 
     def _close(self) -> None:
         self.seconds = time.monotonic() - self._began if self._began else 0.0

@@ -10,6 +10,7 @@ isn't taken down object by object at the end: it exits once all of that is done.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import io
 import os
@@ -51,6 +52,8 @@ def new_randomness() -> None:
         random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
+    if sympy := sys.modules.get("sympy.core.random"):
+        sympy.rng.seed()
 
 
 def run(source: str, path: str) -> NoReturn:
@@ -96,8 +99,10 @@ def _end_of(error: BaseException, path: str) -> int:
             case int(code):
                 return code & 0xFF
             case text:
-                sys.stdout.flush()
-                print(text, file=sys.stderr)  # noqa: T201 (as the interpreter does)
+                with contextlib.suppress(Exception):  # a program may have closed or replaced either
+                    sys.stdout.flush()
+                with contextlib.suppress(Exception):
+                    sys.stderr.write(f"{text}\n")
                 return 1
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != path:

@@ -34,7 +34,7 @@ from toolroll.sandbox.server.pool import Pool
 from toolroll.sandbox.server.process import Process
 from toolroll.sandbox.server.scratch import Scratch
 from toolroll.sandbox.server.session import Cell, Session, Sessions
-from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings, cpus
+from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
 from toolroll.sandbox.server.spec import Spec
 from toolroll.sandbox.server.tier import Isolation
 
@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 SCIENTIFIC = ("numpy", "sympy", "pandas")
 NOTEBOOK = (*SCIENTIFIC, "matplotlib.pyplot", "IPython", "toolroll.sandbox.server.cells:prepare")
 _SCIENTIFIC_CODE = re.compile(rf"\b({'|'.join(SCIENTIFIC)})\b")
-CPUS_PER_INTERPRETER = 8
-"""An interpreter clones itself some hundred times a second; that is enough for so many processors."""
+PROGRAMS_PER_INTERPRETER = 8
+"""An interpreter clones itself some hundred times a second; that is enough for so many programs at once."""
+MOST_NAMES = 1 << 14
 
 
 Toolchains = Mapping[Language, languages.Toolchain | languages.Missing]
@@ -58,7 +59,7 @@ class Sandbox:
         self.isolation = isolation
         self.plan = isolation.plan
         self.toolchains = toolchains
-        size = max(1, cpus() // CPUS_PER_INTERPRETER)
+        size = max(1, settings.capacity // PROGRAMS_PER_INTERPRETER)
         self.plain = Pool(self.plan, settings.python, (), size)
         self.scientific = Pool(self.plan, settings.python, SCIENTIFIC, size)
         self.notebook = Pool(self.plan, settings.python, NOTEBOOK, 1)
@@ -123,12 +124,14 @@ class Sandbox:
         began = time.monotonic()
         session = self._new_session(self._spec(request, kind="cells", filename="", code=""))
         response = RunJupyterResponse(status=RunStatus.SUCCESS)
+        driver = CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout="", stderr="")
         try:
             for code in request.cells:
                 left = request.total_timeout - (time.monotonic() - began)
                 cell = await session.run(code, "notebook", min(left, request.cell_timeout or left))
                 response.cells.append(_cell_result(cell))
                 if cell.result.status is CommandStatus.TIME_LIMIT_EXCEEDED or session.is_over:
+                    driver = cell.result.model_copy(update={"stdout": "", "stderr": ""})
                     response.status = RunStatus.FAILED
                     response.message = "A cell ended the kernel." if session.is_over else "A cell ran out of time."
                     break
@@ -136,9 +139,7 @@ class Sandbox:
             response.message += _notes(too_large, [])
         finally:
             session.end()
-        status = CommandStatus.FINISHED if response.status is RunStatus.SUCCESS else CommandStatus.TIME_LIMIT_EXCEEDED
-        seconds = time.monotonic() - began
-        response.driver = CommandRunResult(status=status, execution_time=seconds, return_code=0, stdout="", stderr="")
+        response.driver = driver.model_copy(update={"execution_time": time.monotonic() - began})
         return response
 
     async def _run_in_session(self, request: RunCodeRequest) -> RunCodeResponse:
@@ -153,7 +154,9 @@ class Sandbox:
         async with self.sessions.use(request.session_id) as (session, is_new):
             cell = await session.run(request.code, "script", request.run_timeout)
         shown = "".join(f"{one['text/plain']}\n" for one in cell.display if isinstance(one.get("text/plain"), str))
-        cell.result.stdout = (cell.result.stdout or "") + shown
+        room = max(0, self.settings.output_kb * 1024 - len(cell.result.stdout or ""))
+        cell.result.stdout = (cell.result.stdout or "") + shown[:room]
+        cell.result.stdout_truncated |= len(shown) > room
         answer = _answer(Finished([cell.result]), compiled=False)
         answer.session_is_new = is_new
         return answer
@@ -178,6 +181,8 @@ class Sandbox:
         )
 
     def _spec(self, request: RunCodeRequest | RunJupyterRequest, *, kind: str, filename: str, code: str) -> Spec:
+        if sum(map(len, request.fetch_files)) > MOST_NAMES:
+            raise BadRequest(f"The names of fetch_files are longer than {MOST_NAMES} characters together.")
         return {
             "kind": kind,  # type: ignore[typeddict-item]
             "filename": filename,
@@ -229,7 +234,8 @@ class Sandbox:
             if cgroup and self.isolation.cgroups:
                 self.isolation.cgroups.give_back(cgroup)
             if self._scratch:
-                self._spawn(self._scratch.give_back(spec["directory"]))
+                # Of one whose end isn't known something may still run, as that user.
+                self._spawn(self._scratch.give_back(spec["directory"], use_again=process.status is not None))
 
         process.gone.add_done_callback(release)
 

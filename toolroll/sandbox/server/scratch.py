@@ -35,10 +35,11 @@ class Scratch:
         os.chown(directory, _FIRST_USER + number, _FIRST_USER + number)
         return str(directory), _FIRST_USER + number
 
-    async def give_back(self, directory: str) -> None:
-        """Remove a directory with all that is in it."""
+    async def give_back(self, directory: str, *, use_again: bool) -> None:
+        """Remove a directory with all that is in it, and have it and its user used again, or not."""
         await asyncio.to_thread(_remove, directory)
-        self._spare.append(int(Path(directory).name))
+        if use_again:
+            self._spare.append(int(Path(directory).name))
 
     def close(self) -> None:
         """Remove everything."""

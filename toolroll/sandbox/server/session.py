@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -33,9 +34,10 @@ INTERRUPTED_WITHIN = 1.0
 """Seconds in which an interrupted cell must end."""
 FETCHED_WITHIN = 30.0
 _LENGTH = struct.Struct(">I")
-MOST_ANSWERED = 80 << 20
-"""Bytes of an answer: what is displayed is limited to 16 million characters, of four bytes and more at the worst."""
-MOST_PARTS = 1_000_000
+MOST_ANSWERED = 64 << 20
+"""Bytes of an answer: what is displayed is limited to 16 million characters, of up to four bytes."""
+MOST_PARTS = 4_000_000
+"""Of an answer's JSON, about: a bound on what it takes to read it."""
 _DEEPEST = 64
 
 
@@ -56,7 +58,8 @@ class Session:
         self.cgroup = cgroup
         self.lock = asyncio.Lock()
         self.last_used = time.monotonic()
-        self.process = Process(namespaces=plan["namespaces"])
+        self._begun = asyncio.Event()
+        self.process = Process(namespaces=plan["namespaces"], begun=self._begun.set)
         self._stdout, self._stderr, self._report = Output(output), Output(output), Output(report_size(spec))
         self._channel, self._theirs = socket.socketpair()
         self._channel.setblocking(False)
@@ -86,8 +89,11 @@ class Session:
 
     async def run(self, code: str, mode: str, seconds: float) -> Cell:
         """Run a cell. Raises JobFailed where the session can't be used; a cell that ends it is a result."""
+        await self._begun.wait()  # its time doesn't run before it does
         began = time.monotonic()
         timed_out = False
+        for stream in (self._stdout, self._stderr):
+            stream.resume()
         asking = asyncio.ensure_future(self._ask({"code": code, "mode": mode}))
         try:
             done, _ = await asyncio.wait([asking], timeout=seconds)
@@ -102,6 +108,8 @@ class Session:
             with contextlib.suppress(asyncio.CancelledError):
                 await asking
             self.last_used = time.monotonic()
+            for stream in (self._stdout, self._stderr):
+                stream.pause()  # what goes on between cells is not listened to
         if answer is None:
             self.end()
             await asyncio.shield(self.process.gone)
@@ -127,7 +135,7 @@ class Session:
             (size,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
             body = await self._receive(size) if size <= MOST_ANSWERED else b""
             # What the interpreter itself sends has no such number of parts; a program might send it in its name.
-            if body.count(b"{") + body.count(b"[") > MOST_PARTS:
+            if sum(body.count(sign) for sign in (b"{", b"[", b",")) > MOST_PARTS:
                 return None
             answer = orjson.loads(body)
         except (OSError, ValueError, EOFError):
@@ -183,6 +191,7 @@ class Session:
         )
 
     def _close(self) -> None:
+        self._begun.set()
         self._channel.close()
         for stream in (self._stdout, self._stderr, self._report):
             stream.close()  # what is there is kept
@@ -190,9 +199,9 @@ class Session:
 
 def _is_flat(value: Any, deepest: int = _DEEPEST) -> bool:
     """Whether a value doesn't nest deeper than can be sent on."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return not isinstance(value, list) or (deepest > 0 and all(_is_flat(one, deepest - 1) for one in value))
+    inside = value.values() if isinstance(value, dict) else value
+    nested = [one for one in inside if type(one) in (dict, list)]
+    return not nested or (deepest > 0 and all(_is_flat(one, deepest - 1) for one in nested))
 
 
 def _number(answer: dict[str, Any] | None, name: str, otherwise: float | None) -> float | None:
@@ -209,6 +218,13 @@ class Sessions:
         self.ttl = ttl
         self._make = make
         self._sessions: dict[str, Session] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def turn(self, name: str) -> asyncio.Lock:
+        """To be held while a request of this session is dealt with, and before it takes a place of others."""
+        if (lock := self._turns.get(name)) is None:
+            lock = self._turns[name] = asyncio.Lock()
+        return lock
 
     def __len__(self) -> int:
         return len(self._sessions)

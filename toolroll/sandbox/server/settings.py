@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
@@ -11,8 +13,12 @@ MEGABYTE = 1 << 20
 
 
 def cpus() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0))
+    """How many processors this process may use: those it may run on, or as many as a container's quota is worth."""
+    allowed = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(allowed, int(quota) // int(period)))
+    return allowed
 
 
 class ServerSettings(BaseModel):

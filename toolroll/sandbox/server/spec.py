@@ -75,3 +75,8 @@ class Spec(TypedDict):
     """The user to become, where every program has one of its own and no namespace."""
     directory: NotRequired[str]
     """The program's own directory, where it has no file system of its own."""
+
+
+def is_supervised(plan: Plan, spec: Spec) -> bool:
+    """Whether a program runs under a supervisor, and not in the very process that was cloned for it."""
+    return not plan["namespaces"] or spec["kind"] == "commands" or bool(spec["fetch"])

@@ -2,8 +2,8 @@
 
 It is itself locked into the jail, so that a path to write or to fetch leads nowhere that the program couldn't have gone
 by itself: links, `..` and absolute paths need no checking. It reports over a pipe: a line of JSON for each command as
-it ends, then the fetched files, in pieces of a line each with so many bytes after it. The front takes nothing of that
-on trust but the exit status, which the program decides anyway. Only the standard library is imported.
+it ends, then the fetched files, in pieces of a line each with so many bytes after it. Nothing of that is the
+program's to write. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class Supervisor:
         """
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nothing that runs as the same user may look in
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if not self.plan["namespaces"]:
+            # Where no pid namespace ends with the warm interpreter, this ends what is under it. Again, since changing
+            # the user had cleared it.
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
         for command in commands:
             if self._run(command) != 0:
                 break
@@ -57,7 +61,6 @@ class Supervisor:
         self.child = os.fork()
         if self.child == 0:
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-            os.close(self.report)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             os.setpgid(0, 0)

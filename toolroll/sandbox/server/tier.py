@@ -62,13 +62,16 @@ async def find(settings: ServerSettings, readable: list[str]) -> Isolation:
     cgroups = Cgroups.find(PROCESSES, settings.capacity)
     if cgroups is None:
         notes.append("no cgroup can be made: memory is limited per process (delegate one, e.g. systemd's Delegate=yes)")
-    for plan in _plans(settings, readable, with_cgroups=cgroups is not None):
+    for plan in _plans(settings, readable):
+        used = cgroups if plan["tier"] == "A" else None
+        if plan["tier"] == "A" and used is None:
+            continue
         try:
-            await _try_out(plan, settings)
+            await _try_out(plan, settings, used)
         except (JobFailed, StartError, OSError) as error:
             notes.append(f"tier {plan['tier']}: {error}")
             continue
-        return Isolation(plan, cgroups if plan["namespaces"] else None, notes)
+        return Isolation(plan, used, notes)
     abi = kernel.landlock_abi()
     if abi and abi < landlock.SIGNALS_FROM and os.geteuid() != 0:
         notes.append("tier C: needs root, or Linux 6.12 with Landlock ABI 6")
@@ -94,7 +97,7 @@ def readable_paths(python: str, prefixes: list[str], more: list[str]) -> list[st
     return kept
 
 
-def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool) -> list[Plan]:
+def _plans(settings: ServerSettings, readable: list[str]) -> list[Plan]:
     abi = kernel.landlock_abi()
     limits: Limits = {
         "processes": PROCESSES,
@@ -103,7 +106,7 @@ def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool)
         "inodes": 64 * 1024,
     }
     plan: Plan = {
-        "tier": "A" if with_cgroups else "B",
+        "tier": "A",
         "namespaces": True,
         "landlock": abi,
         "seccomp": base64.b64encode(seccomp.large_filter(namespaces=True)).decode(),
@@ -112,7 +115,7 @@ def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool)
         "limits": limits,
         "path": f"{Path(settings.python).parent}:/usr/local/bin:/usr/bin:/bin",
     }
-    plans = [plan]
+    plans: list[Plan] = [plan, {**plan, "tier": "B"}]
     bare: Plan = {**plan, "namespaces": False, "seccomp_of_program": ""}
     if abi >= landlock.SIGNALS_FROM or (abi and os.geteuid() == 0):
         without = base64.b64encode(seccomp.large_filter(namespaces=False)).decode()
@@ -122,11 +125,12 @@ def _plans(settings: ServerSettings, readable: list[str], *, with_cgroups: bool)
     return plans
 
 
-async def _try_out(plan: Plan, settings: ServerSettings) -> None:
+async def _try_out(plan: Plan, settings: ServerSettings, cgroups: Cgroups | None) -> None:
     """Run a program. Raises where that isn't possible."""
     interpreter = Interpreter(plan, settings.python, [])
     await interpreter.start()
     scratch = None if plan["namespaces"] else Scratch()
+    cgroup = cgroups.take(256 * MEGABYTE) if cgroups else None
     try:
         spec: Spec = {
             "kind": "script", "filename": "main.py", "code": _TRIAL, "files": {}, "fetch": [], "fetch_limit": 0,
@@ -137,11 +141,13 @@ async def _try_out(plan: Plan, settings: ServerSettings) -> None:
             if user is not None:
                 spec["user"] = user
         async with asyncio.timeout(30):
-            done = await Job(plan, spec, b"", [20], 1 << 16, None).run(interpreter)
+            done = await Job(plan, spec, b"", [20], 1 << 16, cgroup).run(interpreter)
     except TimeoutError:
         raise JobFailed("a program took longer than 30 s") from None
     finally:
         interpreter.close()
+        if cgroups and cgroup:
+            cgroups.give_back(cgroup)
         if scratch:
             await asyncio.to_thread(scratch.close)
     if done.commands[0].stdout != "it works\n":

@@ -135,10 +135,18 @@ class WarmInterpreter:
             (pid, pidfd), space = kernel.clone(0), None
         if pid == 0:
             self._become_program(descriptors, cgroups)
+        try:
+            self.poll.register(pidfd, select.EPOLLIN)
+            # Who ends the second descriptor's process ends the program with all that it has started.
+            socket.send_fds(self.front, [JOB.pack(STARTED, number)], [pidfd, space.pidfd if space else pidfd])
+        except OSError:  # nobody would know of it
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(pidfd)
+            if space:
+                space.destroy()
+            raise
         self.jobs[pidfd] = Job(number, pid, pidfd, space)
-        self.poll.register(pidfd, select.EPOLLIN)
-        # Who ends the second descriptor's process ends the program with all that it has started.
-        socket.send_fds(self.front, [JOB.pack(STARTED, number)], [pidfd, space.pidfd if space else pidfd])
 
     def _clone_into_space(self) -> tuple[int, int, PidNamespace]:
         """A clone in a pid namespace without other programs, and in new ones of every other kind."""
@@ -217,6 +225,7 @@ def _read_all(fd: int) -> bytes:
 def _rest() -> NoReturn:
     """Be the first process of a pid namespace: there, and nothing else."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a first process is deaf to what it has no handler for
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped by the kernel
     kernel.close_from(0)
     while True:
