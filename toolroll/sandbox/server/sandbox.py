@@ -66,7 +66,6 @@ class Sandbox:
         self.sessions = Sessions(settings.sessions, settings.session_ttl, self._new_session)
         self._scratch = Scratch() if not self.plan["namespaces"] else None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._programs = 0
 
     async def start(self) -> None:
         """Be ready for programs. Other interpreters take longer than the plain ones, which do for them till then."""
@@ -86,11 +85,6 @@ class Sandbox:
             await asyncio.to_thread(self._scratch.close)
         if self.isolation.cgroups:
             self.isolation.cgroups.close()
-
-    @property
-    def programs(self) -> int:
-        """How many programs are there: running, in sessions, or being taken away."""
-        return self._programs
 
     @property
     def restarts(self) -> int:
@@ -227,10 +221,7 @@ class Sandbox:
         return self.isolation.cgroups.take(spec["memory"]) if self.isolation.cgroups else None
 
     def _release_when_gone(self, process: Process, cgroup: Cgroup | None, spec: Spec) -> None:
-        self._programs += 1
-
         def release(_: object) -> None:
-            self._programs -= 1
             if cgroup and self.isolation.cgroups:
                 self.isolation.cgroups.give_back(cgroup)
             if self._scratch:
