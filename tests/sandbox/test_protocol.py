@@ -38,9 +38,11 @@ def test_every_field_of_theirs_is_ours_with_the_same_default(ours: Any, theirs: 
 
 
 def test_what_is_ours_is_optional() -> None:
-    read(RunCodeRequest, b'{"code": "", "language": "python"}')
-    read(RunCodeResponse, b'{"status": "Success", "message": ""}')
-    read(RunJupyterRequest, b'{"cells": []}')
+    request = read(RunCodeRequest, b'{"code": "", "language": "python"}')
+    assert (request.deadline, request.session_id, request.idempotency_key) == (None, None, None)
+    answer = read(RunCodeResponse, b'{"status": "Success", "message": ""}')
+    assert (answer.queue_time, answer.session_is_new) == (None, None)
+    assert read(RunJupyterRequest, b'{"cells": []}').deadline is None
 
 
 @given(st.text(st.characters(blacklist_categories=[])))
@@ -70,7 +72,7 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_request_or_a_validation_error(body: bytes) -> None:
     with contextlib.suppress(ValidationError):
-        read(RunCodeRequest, body)
+        assert isinstance(read(RunCodeRequest, body), RunCodeRequest)
 
 
 def test_deep_nesting_is_a_validation_error() -> None:

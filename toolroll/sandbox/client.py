@@ -31,7 +31,7 @@ from toolroll.errors import ConfigError, SandboxUnavailable
 from toolroll.sandbox import protocol
 from toolroll.sandbox.call import Call, Failure, Pool
 from toolroll.sandbox.execution import Execution, Notebook, read_execution, read_notebook
-from toolroll.sandbox.protocol import scrub_text
+from toolroll.sandbox.protocol import scrub
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class SandboxClient:
         request["fetch_files"] = list(fetch_files)
         request["deadline"] = time.time() + deadline - time.monotonic()
         request["idempotency_key"] = uuid4().hex
-        request = {key: _scrubbed(value) for key, value in request.items() if value is not None}
+        request = {key: scrub(value) for key, value in request.items() if value is not None}
         return await self._ask(Call(path, orjson.dumps(request), deadline, request.get("session_id")), parse)
 
     async def _ask(self, call: Call, parse: Callable[[bytes, Call], T]) -> T:
@@ -208,17 +208,6 @@ async def _run_once(endpoint: str, token: str | None, *program: Any, **options: 
 
 def _ping(body: bytes, call: Call) -> protocol.Ping:
     return protocol.Ping() if body.strip() == b'"pong"' else protocol.read(protocol.Ping, body)
-
-
-def _scrubbed(value: Any) -> Any:
-    match value:
-        case str():
-            return scrub_text(value)
-        case list():
-            return [scrub_text(item) for item in value]
-        case dict():
-            return {scrub_text(name): content for name, content in value.items()}
-    return value
 
 
 def _base_url(endpoint: str) -> str:

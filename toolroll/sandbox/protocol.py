@@ -188,7 +188,7 @@ def read(kind: type[Model], body: bytes) -> Model:
         except (ValueError, RecursionError):
             raise error from None
         try:
-            return kind.model_validate(_scrub(value))
+            return kind.model_validate(scrub(value))
         except RecursionError:
             raise error from None
 
@@ -202,12 +202,13 @@ def scrub_text(text: str) -> str:
     return text
 
 
-def _scrub(value: Any) -> Any:
+def scrub(value: Any) -> Any:
+    """The same for every text in a JSON value, names among them."""
     match value:
         case str():
             return scrub_text(value)
         case list():
-            return [_scrub(item) for item in value]
+            return [scrub(item) for item in value]
         case dict():
-            return {_scrub(key): _scrub(item) for key, item in value.items()}
+            return {scrub(key): scrub(item) for key, item in value.items()}
     return value
