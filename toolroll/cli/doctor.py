@@ -7,7 +7,6 @@ needs can fail; the rest are parts that one may do without.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from toolroll.errors import ConfigError, MissingExtra
+from toolroll.sandbox.server.kernel import landlock_abi
 
 
 class Finding(StrEnum):
@@ -136,9 +136,7 @@ def _user_namespaces() -> Check:
 
 
 def _landlock() -> Check:
-    landlock_create_ruleset, version_flag = 444, 1  # one number on every architecture
-    abi = ctypes.CDLL(None, use_errno=True).syscall(landlock_create_ruleset, None, ctypes.c_size_t(0), version_flag)
-    if abi > 0:
+    if abi := landlock_abi():
         return Check("landlock", Finding.OK, f"ABI {abi}")
     return Check(
         "landlock",

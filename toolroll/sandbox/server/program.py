@@ -76,7 +76,7 @@ def end(status: int, main: types.ModuleType) -> NoReturn:
         atexit._run_exitfuncs()
         main.__dict__.clear()  # a file that was never closed is closed now, and its last lines written
         gc.collect()
-    except BaseException as error:
+    except BaseException as error:  # of the program's own, at its end
         sys.excepthook(type(error), error, error.__traceback__)
     for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
         try:
@@ -110,6 +110,6 @@ def _end_of(error: BaseException, path: str) -> int:
     error.__traceback__ = trace
     try:
         sys.excepthook(type(error), error, trace)
-    except BaseException:
+    except BaseException:  # the program's own hook failed
         sys.__excepthook__(type(error), error, trace)
     return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

@@ -145,8 +145,8 @@ class Sandbox:
             )
         assert request.session_id is not None
         await self._check_notebook()
-        async with self.sessions.use(request.session_id) as (session, is_new):
-            cell = await session.run(request.code, "script", request.run_timeout)
+        session, is_new = self.sessions.get(request.session_id)
+        cell = await session.run(request.code, "script", request.run_timeout)
         shown = "".join(f"{one['text/plain']}\n" for one in cell.display if isinstance(one.get("text/plain"), str))
         room = max(0, self.settings.output_kb * 1024 - len(cell.result.stdout or ""))
         cell.result.stdout = (cell.result.stdout or "") + shown[:room]

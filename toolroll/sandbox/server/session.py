@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,14 +25,21 @@ import orjson
 from toolroll.sandbox.protocol import CommandRunResult, CommandStatus
 from toolroll.sandbox.server.cgroup import Cgroup
 from toolroll.sandbox.server.interpreter import Interpreter
-from toolroll.sandbox.server.job import BadRequest, JobFailed, ends_for_memory, fetched, report_lines, report_size
+from toolroll.sandbox.server.job import (
+    FETCHED_WITHIN,
+    BadRequest,
+    JobFailed,
+    ends_for_memory,
+    fetched,
+    report_lines,
+    report_size,
+)
 from toolroll.sandbox.server.output import Output
 from toolroll.sandbox.server.process import Process, file_of
 from toolroll.sandbox.server.spec import SPEC_FORMAT, Plan, Spec
 
 INTERRUPTED_WITHIN = 1.0
 """Seconds in which an interrupted cell must end."""
-FETCHED_WITHIN = 30.0
 _LENGTH = struct.Struct(">I")
 MOST_ANSWERED = 64 << 20
 """Bytes of an answer: what is displayed is limited to 16 million characters, of up to four bytes."""
@@ -51,12 +58,11 @@ class Cell:
 
 
 class Session:
-    """One such interpreter. Use it under `lock`."""
+    """One such interpreter. One cell at a time."""
 
     def __init__(self, plan: Plan, spec: Spec, output: int, cgroup: Cgroup | None) -> None:
         self.spec = spec
         self.cgroup = cgroup
-        self.lock = asyncio.Lock()
         self.last_used = time.monotonic()
         self._begun = asyncio.Event()
         self.process = Process(namespaces=plan["namespaces"], begun=self._begun.set)
@@ -73,15 +79,21 @@ class Session:
 
     def begin(self, interpreter: Interpreter) -> None:
         """Have it started. A cell may be sent at once."""
-        stdin, spec = file_of(b""), file_of(marshal.dumps(dict(self.spec), SPEC_FORMAT))
-        writing = [self._stdout.writing, self._stderr.writing]
-        cgroups = self.cgroup.descriptors if self.cgroup else []
-        interpreter.give(self.process, [stdin, *writing, spec, self._report.writing, self._theirs.fileno()], cgroups)
-        for descriptor in (stdin, spec):
-            os.close(descriptor)
+        with contextlib.ExitStack() as opened, self._theirs:
+            try:
+                stdin, spec = file_of(b""), file_of(marshal.dumps(dict(self.spec), SPEC_FORMAT))
+            except OSError as error:
+                self.process.failed(f"it could not be given to an interpreter: {error}")
+                raise JobFailed(self.process.failure) from error
+            for descriptor in (stdin, spec):
+                opened.callback(os.close, descriptor)
+            writing = [self._stdout.writing, self._stderr.writing]
+            cgroups = self.cgroup.descriptors if self.cgroup else []
+            more = [spec, self._report.writing, self._theirs.fileno()]
+            interpreter.give(self.process, [stdin, *writing, *more], cgroups)
         for stream in (self._stdout, self._stderr, self._report):
-            stream.give_away()
-        self._theirs.close()
+            if stream.writing >= 0:  # else it has failed already
+                stream.give_away()
 
     def end(self) -> None:
         """End it."""
@@ -229,19 +241,12 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    @contextlib.asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[tuple[Session, bool]]:
-        """The session of this name, and whether it is new. Nobody else uses it meanwhile."""
-        while True:
-            session = self._sessions.get(name)
-            is_new = session is None or session.is_over
-            if session is None or session.is_over:
-                session = self._begin(name)
-            async with session.lock:
-                if session.is_over and not is_new:
-                    continue  # it ended while we waited
-                yield session, is_new
-                return
+    def get(self, name: str) -> tuple[Session, bool]:
+        """The session of this name, and whether it is new. To be used while its turn is held."""
+        session = self._sessions.get(name)
+        if session is None or session.is_over:
+            return self._begin(name), True
+        return session, False
 
     def _begin(self, name: str) -> Session:
         self._make_room()
@@ -252,8 +257,8 @@ class Sessions:
     def end_idle(self) -> None:
         """End those that nobody has used for too long."""
         now = time.monotonic()
-        for session in list(self._sessions.values()):
-            if not session.lock.locked() and now - session.last_used > self.ttl:
+        for name, session in list(self._sessions.items()):
+            if not self.turn(name).locked() and now - session.last_used > self.ttl:
                 session.end()
 
     def close(self) -> None:
@@ -264,7 +269,7 @@ class Sessions:
     def _make_room(self) -> None:
         if len(self._sessions) < self.most:
             return
-        idle = [(one.last_used, name) for name, one in self._sessions.items() if not one.lock.locked()]
+        idle = [(one.last_used, name) for name, one in self._sessions.items() if not self.turn(name).locked()]
         if not idle:
             raise NoRoom(f"All {self.most} sessions are in use.")
         _, name = min(idle)

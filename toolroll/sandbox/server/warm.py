@@ -265,7 +265,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # what is here now is never looked at again by a program's collections, so its pages stay shared
         interpreter = WarmInterpreter(front, plan)
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the front has to know why there is no interpreter
         front.send(JOB.pack(NOT_STARTED, 0) + f"{type(error).__name__}: {error}".encode())
         raise SystemExit(1) from error
     interpreter.serve(found)
