@@ -547,7 +547,7 @@ def test_every_cell_is_answered_and_the_next_one_works(session: Session, code: s
     answer = session.run(code, mode)
     if answer["error"]:
         assert answer["error"]["traceback"]
-        assert "toolroll" not in "".join(answer["error"]["traceback"])
+        assert "toolroll/sandbox" not in "".join(answer["error"]["traceback"])
     if mode == "script" and answer["error"]:
         assert answer["stderr"]
     after = session.run("print('still here')", mode)

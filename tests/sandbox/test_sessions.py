@@ -26,7 +26,7 @@ async def test_a_failed_cell_keeps_the_session(client: SandboxClient) -> None:
     failed = await client.run("def f():\n    return 1 / 0\nf()", session_id="failing")
     assert (failed.outcome, failed.return_code) == ("failed", 1)
     assert "line 2, in f" in failed.stderr
-    assert "toolroll" not in failed.stderr
+    assert "toolroll/sandbox" not in failed.stderr
     assert (await client.run("x", session_id="failing")).stdout == "1\n"
 
 
