@@ -12,10 +12,10 @@ a person to read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -32,6 +32,9 @@ class Fault(StrEnum):
 
 class ToolrollError(Exception):
     """Base of every error that toolroll raises on purpose."""
+
+    metrics: Mapping[str, Any] = {}
+    """What is known of the tool call that failed so, for the records."""
 
 
 class ConfigError(ToolrollError):

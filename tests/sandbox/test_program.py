@@ -106,6 +106,42 @@ async def test_as_python_runs_it(name: str, client: SandboxClient, tmp_path: Pat
     assert got.stdout == expected.stdout
     assert without_addresses(got.stderr, "/tmp/work/") == without_addresses(expected.stderr, f"{tmp_path}/")
     assert got.return_code == expected.returncode
+    shown = await client.run(code, stdin=STDIN, show_value=True)
+    if name not in ("unraisable", "atexit that fails"):  # whose value lives on as `_`, or whose traceback is ours
+        assert without_addresses(shown.stderr, "/tmp/work/") == without_addresses(expected.stderr, f"{tmp_path}/")
+    assert shown.return_code == expected.returncode
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("1 + 1", "2\n"),
+        ("print('a')\n'b'", "a\n'b'\n"),
+        ("x = 1\nx  # the answer", "1\n"),
+        ("x = 1\nx; # not this one", ""),
+        ("(\n 'two',\n 'lines'\n)", "('two', 'lines')\n"),
+        ("None", ""),
+        ("x = 3", ""),
+        ("for i in range(3): i", ""),
+        ("import sys; sys.stdout.write('a\\n')", "a\n"),
+        ("# -*- coding: utf-8 -*-\n'é'", "'é'\n"),
+        ("'the only words'", "'the only words'\n"),
+        ("from __future__ import annotations\n1", "1\n"),
+        ("1;2", "2\n"),
+        ("def f():\n    'é'; return 5\nf()", "5\n"),
+        ("x = " + "+".join("1" * 3000) + "\nprint(x)", "3000\n"),
+    ],
+)
+async def test_a_last_expressions_value_is_shown_if_asked_for(client: SandboxClient, code: str, shown: str) -> None:
+    assert (await client.run(code, show_value=True)).stdout == shown
+
+
+async def test_a_last_expression_fails_in_its_own_line(client: SandboxClient) -> None:
+    done = await client.run("x = 0\n\n1 / x", show_value=True)
+    assert (done.stdout, done.return_code) == ("", 1)
+    assert "line 3, in <module>\n    1 / x\n    ~~^~~\n" in done.stderr
+    exited = await client.run("import sys\nsys.exit(4)", show_value=True)
+    assert (exited.return_code, exited.stderr) == (4, "")
 
 
 async def test_random_numbers_differ_from_run_to_run(client: SandboxClient) -> None:

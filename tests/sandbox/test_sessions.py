@@ -75,6 +75,40 @@ async def test_memory_is_limited_over_the_whole_session() -> None:
             assert done.outcome == "out_of_memory"
 
 
+async def test_a_new_sessions_memory_may_be_less(client: SandboxClient) -> None:
+    done = await client.run("x = bytearray(400_000_000)\nlen(x)", session_id="small", memory_limit_mb=100)
+    assert done.outcome == "out_of_memory"
+    assert (await client.run("len(bytearray(400_000_000))", session_id="large")).stdout == "400000000\n"
+
+
+async def test_a_session_is_ended_by_request_with_whatever_runs_in_it(server: str, client: SandboxClient) -> None:
+    await client.run("import time", session_id="ended")
+    running = asyncio.create_task(client.run("time.sleep(30)", session_id="ended", run_timeout=30))
+    waiting = asyncio.create_task(client.run("print('never')", session_id="ended"))
+    await asyncio.sleep(0.3)
+    began = time.monotonic()
+    assert await client.end_session("ended")
+    killed = await running
+    assert (killed.return_code, killed.session_is_over) == (-9, True)
+    for late in (waiting, client.run("1", session_id="ended")):
+        with pytest.raises(SandboxRefused, match="was ended by request"):
+            await late
+    assert time.monotonic() - began < 5
+    assert not await client.end_session("ended")
+    assert not await client.end_session("there-was-none")
+
+
+async def test_whether_a_session_is_over_is_told(client: SandboxClient) -> None:
+    assert (await client.run("1 / 0", session_id="over")).session_is_over is False
+    assert (await client.run("exit()", session_id="over")).session_is_over is False, "as in a notebook"
+    assert (await client.run("import os; os._exit(0)", session_id="over")).session_is_over is True
+    assert (await client.run("1")).session_is_over is None
+
+
+async def test_a_value_stands_in_a_line_of_its_own(client: SandboxClient) -> None:
+    assert (await client.run("print('4', end='')\n2", session_id="lines")).stdout == "4\n2\n"
+
+
 async def test_cells_of_one_session_run_one_after_the_other(client: SandboxClient) -> None:
     await client.run("order = []", session_id="turns")
     cells = [f"import time; order.append({i}); time.sleep(0.02); order.append({i})" for i in range(6)]

@@ -265,7 +265,7 @@ class Slot:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self.give_back()
 
     def __enter__(self) -> Slot:
         began = time.monotonic()
@@ -285,16 +285,19 @@ class Slot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """End its use, from any thread: for work that goes on after the block that began it. A second time, nothing."""
+        if self._waiter is not None and self._waiter.key is not None:
+            self._gate.give_back(self._waiter.key)
 
     def _longest(self, now: float) -> float:
         """How long the work may last. Refuses what comes too late to be begun at all."""
-        if self._deadline is None:
-            return HOLD if self._hold is None else self._hold
-        left = self._deadline - now
+        left = HOLD if self._deadline is None else self._deadline - now
         if left <= 0:
             raise SlotTimeout(f"The deadline for a slot of {self._gate.resource!r} had passed before it was asked for.")
-        return left if self._hold is None else min(left, self._hold)
+        return left if self._hold is None else self._hold
 
     def _got(self, began: float) -> None:
         """After the waiting: all is well, or the time is up."""
@@ -314,7 +317,3 @@ class Slot:
             f"No slot of {gate.resource!r} came free in {self.waited:.1f} s: {gate.in_use} in use and {gate.waiting} "
             "waiting in this process. Raise the limit if the resource can take more, or allow more time."
         )
-
-    def _end(self) -> None:
-        if self._waiter is not None and self._waiter.key is not None:
-            self._gate.give_back(self._waiter.key)

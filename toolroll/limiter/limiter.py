@@ -32,8 +32,9 @@ class Limiter:
         Args:
             deadline: When the work must be done, on the clock of `time.monotonic()`. No slot before then raises
                 SlotTimeout, or LimiterUnavailable where the limiter can't be reached.
-            hold: Seconds that the work takes at the most, once begun; by default, all that the deadline leaves. If this
-                process dies, its slots come back after that: until then the work may go on elsewhere without it.
+            hold: Seconds that the work takes at the most, once begun; by default, all that the deadline leaves, but it
+                may be more. If this process dies, its slots come back after that: until then the work may go on
+                elsewhere without it.
         """
         return Slot(self._gate, deadline, hold)
 

@@ -88,12 +88,23 @@ async def _keep(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
 
 
 class Call:
-    """One call, over all its attempts. Without a body it is a GET."""
+    """One call, over all its attempts."""
 
-    def __init__(self, path: str, body: bytes | None, deadline: float | None, session_id: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        body: bytes | None,
+        deadline: float | None,
+        *,
+        begin_by: float | None = None,
+        session_id: str | None = None,
+        method: str = "",
+    ) -> None:
         self.path, self.body, self.session_id = path, body, session_id
+        self.method = method or ("GET" if body is None else "POST")
         self.began = time.monotonic()
         self.deadline = self.began + PROBE_TIME if deadline is None else deadline
+        self.begin_by = self.deadline if begin_by is None else min(begin_by, self.deadline)
         self.tried: Counter[str] = Counter()
         self.begun = 0
         self.endpoint = Endpoint("")
@@ -105,6 +116,11 @@ class Call:
     def left(self) -> float:
         """Seconds to the deadline."""
         return self.deadline - time.monotonic()
+
+    @property
+    def time_to_begin(self) -> float:
+        """Seconds in which another attempt may be made."""
+        return self.begin_by - time.monotonic()
 
     async def attempt(self, pool: Pool, parse: Callable[[bytes, Call], T]) -> T:
         """Ask once. Raises Failure, or SandboxRefused."""
@@ -135,12 +151,12 @@ class Call:
     async def exchange(self, session: aiohttp.ClientSession) -> bytes:
         """Send it, and get the whole answer."""
         response = await session.request(
-            "GET" if self.body is None else "POST",
+            self.method,
             self.endpoint.url + self.path,
             data=BytesIO(self.body) if self.body and len(self.body) > 2**20 else self.body,  # a long one goes in parts
             allow_redirects=False,
             # A black hole takes half of what is left at the most, so that another endpoint gets its chance.
-            timeout=aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT, self.left / 2)),
+            timeout=aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT, max(0.01, self.time_to_begin / 2))),
         )
         try:
             chunks, size = [], 0
@@ -185,7 +201,9 @@ class Call:
 
     def stop(self, state: RetryCallState) -> bool:
         """Whether there is no next attempt."""
-        return self.tried.total() >= ATTEMPTS or self.begun >= RUN_ATTEMPTS or state.upcoming_sleep >= self.left
+        return (
+            self.tried.total() >= ATTEMPTS or self.begun >= RUN_ATTEMPTS or state.upcoming_sleep >= self.time_to_begin
+        )
 
     def unavailable(self, in_time: bool) -> SandboxUnavailable:
         """What the caller is told when there is no next attempt, or no time."""
@@ -193,10 +211,12 @@ class Call:
         asked = None if self.elsewhere or self.failure is None else self.failure.retry_after
         if not in_time:
             what = "no complete answer by the deadline" + (f"; the attempt before: {what}" if what else "")
-        elif asked is not None and asked >= self.left:
+        elif asked is not None and asked >= self.time_to_begin:
             what += f"; it asks to be left alone for {asked:.0f} s, which is beyond the deadline"
         tries = f"attempts: {self.tried.total()}, in {time.monotonic() - self.began:.1f} s"
-        return SandboxUnavailable(f"{url}: {what} ({tries}). Is it up, and not overloaded? GET {url}/v1/ping tells.")
+        error = SandboxUnavailable(f"{url}: {what} ({tries}). Is it up, and not overloaded? GET {url}/v1/ping tells.")
+        error.metrics = {"attempts": self.tried.total()}
+        return error
 
 
 def _failure_of(error: Exception) -> Failure:
@@ -219,7 +239,7 @@ def _detail(content: bytes) -> str:
             detail = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in detail)
     except (ValueError, LookupError, TypeError):
         detail = content[:1000].decode(errors="replace")
-    return short(detail)
+    return short(detail.strip().removesuffix("."))
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -77,21 +77,28 @@ class SandboxClient:
         run_timeout: float = 10,
         memory_limit_mb: int | None = None,
         session_id: str | None = None,
+        show_value: bool = False,
         deadline: float | None = None,
+        begin_by: float | None = None,
     ) -> Execution:
         """Run a program.
 
         Args:
             session_id: Keep the interpreter, with its variables, for the next call that names the same session. All
                 processes whose clients have the same endpoints find it at the same one of them.
+            show_value: Where a Python program ends in an expression, add its value to stdout, as a notebook would.
+                SandboxFusion ignores it.
             deadline: When the answer must be there, on the clock of `time.monotonic()`. By default there is time for
                 the program, and half a minute for its turn to come.
+            begin_by: After this moment it is neither sent again nor begun by a server that honours it. By default, the
+                deadline.
         """
         if deadline is None:
             deadline = time.monotonic() + QUEUE_ALLOWANCE + compile_timeout + run_timeout + MARGIN
         texts = {"code": code, "language": language, "stdin": stdin, "session_id": session_id}
         limits = {"compile_timeout": compile_timeout, "run_timeout": run_timeout, "memory_limit_MB": memory_limit_mb}
-        return await self._run("/run_code", {**texts, **limits}, files, fetch_files, deadline, read_execution)
+        request = {**texts, **limits, "show_value": show_value or None}
+        return await self._run("/run_code", request, files, fetch_files, deadline, read_execution, begin_by)
 
     async def run_jupyter(
         self,
@@ -108,9 +115,13 @@ class SandboxClient:
         if deadline is None:
             deadline = time.monotonic() + QUEUE_ALLOWANCE + total_timeout + MARGIN
         limits = {"cell_timeout": cell_timeout, "total_timeout": total_timeout, "memory_limit_MB": memory_limit_mb}
-        return await self._run(
-            "/run_jupyter", {"cells": list(cells), **limits}, files, fetch_files, deadline, read_notebook
-        )
+        request = {"cells": list(cells), **limits}
+        return await self._run("/run_jupyter", request, files, fetch_files, deadline, read_notebook)
+
+    async def end_session(self, session_id: str, *, deadline: float | None = None) -> bool:
+        """End a session, and whatever runs in it. Whether there was one. SandboxFusion has none: SandboxRefused."""
+        call = Call(f"/v1/sessions/{session_id}", None, deadline, session_id=session_id, method="DELETE")
+        return await self._ask(call, lambda body, _: bool(orjson.loads(body)["ended"]))
 
     async def ping(self, *, deadline: float | None = None) -> protocol.Ping:
         """How one of the endpoints does. SandboxFusion says no more than that it is there."""
@@ -142,17 +153,20 @@ class SandboxClient:
         fetch_files: Sequence[str],
         deadline: float,
         parse: Callable[[bytes, Call], T],
+        begin_by: float | None = None,
     ) -> T:
         request["files"] = {name: b64encode(content).decode() for name, content in (files or {}).items()}
         request["fetch_files"] = list(fetch_files)
-        request["deadline"] = time.time() + deadline - time.monotonic()
+        begin_by = deadline if begin_by is None else begin_by
+        request["deadline"] = time.time() + begin_by - time.monotonic()
         request["idempotency_key"] = uuid4().hex
         request = {key: scrub(value) for key, value in request.items() if value is not None}
-        return await self._ask(Call(path, orjson.dumps(request), deadline, request.get("session_id")), parse)
+        call = Call(path, orjson.dumps(request), deadline, begin_by=begin_by, session_id=request.get("session_id"))
+        return await self._ask(call, parse)
 
     async def _ask(self, call: Call, parse: Callable[[bytes, Call], T]) -> T:
         """Ask until there is an answer, or no hope of one by the deadline."""
-        if not call.left > 0:
+        if not call.time_to_begin > 0:
             raise SandboxUnavailable("The deadline had passed before the sandbox was asked. Allow more time.")
 
         failed: list[Failure] = []

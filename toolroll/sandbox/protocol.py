@@ -73,7 +73,15 @@ class RunCodeRequest(_Request):
     """Path → content in base64. A relative path is below the program's working directory."""
 
     session_id: str | None = Field(default=None, pattern=SESSION_ID)
-    """Ours: keep the interpreter, with its variables, for the next request that names the same session."""
+    """Ours: keep the interpreter, with its variables, for the next request that names the same session.
+
+    `DELETE /v1/sessions/{session_id}` ends it.
+    """
+    show_value: bool = False
+    """Ours: where a Python program ends in an expression, write its value to stdout, as a notebook would show it.
+
+    In a session that is always so.
+    """
 
 
 class CommandRunResult(BaseModel):
@@ -109,6 +117,8 @@ class RunCodeResponse(BaseModel):
     """Ours: seconds that the request waited in the server for its turn."""
     session_is_new: bool | None = None
     """Ours: whether the session began with this request. True where one was expected to exist means that it is lost."""
+    session_is_over: bool | None = None
+    """Ours: whether the session ended with this request, as where the program killed its own process."""
 
 
 class RunJupyterRequest(_Request):

@@ -82,7 +82,7 @@ class Clone:
             kernel.close_from(REPORT_FD)
             cells.serve(SPEC_FD, path)
         kernel.close_from(SPEC_FD)
-        program.run(self.spec["code"], path)
+        program.run(self.spec["code"], path, show_value=self.spec.get("show_value", False))
 
     def _command(self, stage: Stage, *, last: bool) -> NoReturn:
         """Be a compiler, or what it made. Descriptors from 3 up are closed by the kernel then."""

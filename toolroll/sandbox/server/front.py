@@ -1,9 +1,9 @@
 """The HTTP side of the sandbox server.
 
 Every request is answered: with what the program did, or with why it was not run. 400 and 422 for what can't be asked,
-401 for a wrong token, 413 for too much, 429 with Retry-After when full, 503 while ending, 504 after the request's
-deadline; a failure of the server's own is SandboxError with 200, as SandboxFusion has it. A caller who goes away takes
-the program with it, except in a session, where what was begun is brought to its end.
+401 for a wrong token, 410 for a session that was ended, 413 for too much, 429 with Retry-After when full, 503 while
+ending, 504 after the request's deadline; a failure of the server's own is SandboxError with 200, as SandboxFusion has
+it. A caller who goes away takes the program with it, except in a session, where what was begun is brought to its end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from toolroll.sandbox.server.job import BadRequest, JobFailed
 from toolroll.sandbox.server.languages import Missing
 from toolroll.sandbox.server.metrics import Metrics
 from toolroll.sandbox.server.sandbox import Sandbox
-from toolroll.sandbox.server.session import NoRoom
+from toolroll.sandbox.server.session import Ended, NoRoom
 from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Front:
             [
                 web.post("/run_code", self._run_code),
                 web.post("/run_jupyter", self._run_jupyter),
+                web.delete("/v1/sessions/{session_id}", self._end_session),
                 web.get("/v1/ping", self._ping),
                 web.get("/v1/languages", self._languages),
                 web.get("/metrics", self._metrics),
@@ -105,6 +106,8 @@ class Front:
             return self._refuse(429, "full", str(full), full.retry_after)
         except NoRoom as error:
             return self._refuse(429, "sessions", str(error), self.admission.retry_after())
+        except Ended as error:
+            return self._refuse(410, "ended", str(error))
         except Late as late:
             return self._refuse(504, "late", str(late))
         except BadRequest as error:
@@ -225,6 +228,10 @@ class Front:
         else:
             body = await make()
         return web.Response(body=body, content_type="application/json")
+
+    async def _end_session(self, request: web.Request) -> web.Response:
+        ended = self.sandbox.sessions.end(request.match_info["session_id"])
+        return web.Response(text=json.dumps({"ended": ended}), content_type="application/json")
 
     async def _ping(self, _: web.Request) -> web.Response:
         if self.is_draining:

@@ -9,6 +9,7 @@ isn't taken down object by object at the end: it exits once all of that is done.
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import gc
@@ -56,17 +57,39 @@ def new_randomness() -> None:
         sympy.rng.seed()
 
 
-def run(source: str, path: str) -> NoReturn:
-    """Run the program, and end the process as it ends."""
+def run(source: str, path: str, *, show_value: bool = False) -> NoReturn:
+    """Run the program, and end the process as it ends. `show_value`: a last expression's value is written to stdout."""
     new_randomness()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main = new_main(path)
     status = 0
     try:
-        exec(compile(source.encode(), path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 (what this is for)
+        for code in _compiled(source.encode(), path, show_value=show_value):
+            exec(code, main.__dict__)  # noqa: S102 (what this is for)
     except BaseException as error:  # whatever it is, it ends the program
         status = _end_of(error, path)
     end(status, main)
+
+
+def _compiled(source: bytes, path: str, *, show_value: bool) -> list[types.CodeType]:
+    """The program and, where that is to be shown, the expression that it ends in, as Python's prompt would run it."""
+    if show_value:
+        with contextlib.suppress(RecursionError, MemoryError):  # a tree needs more than the program itself
+            tree = ast.parse(source, path)
+            last = tree.body[-1] if tree.body else None
+            if isinstance(last, ast.Expr) and not _is_silent(last, source):
+                shown = compile(ast.Interactive([tree.body.pop()]), path, "single", dont_inherit=True)
+                return [compile(tree, path, "exec", dont_inherit=True), shown]
+    return [compile(source, path, "exec", dont_inherit=True)]
+
+
+def _is_silent(last: ast.Expr, source: bytes) -> bool:
+    """Whether a last expression isn't shown: behind it stands a semicolon, or it writes, and its value is a length."""
+    line = source.splitlines()[(last.end_lineno or 0) - 1]
+    if line[last.end_col_offset :].lstrip().startswith(b";"):
+        return True
+    call = last.value
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "write"
 
 
 def end(status: int, main: types.ModuleType) -> NoReturn:

@@ -63,7 +63,7 @@ class Sandbox:
         self.plain = Pool(self.plan, settings.python, (), size)
         self.scientific = Pool(self.plan, settings.python, SCIENTIFIC, size)
         self.notebook = Pool(self.plan, settings.python, NOTEBOOK, 1)
-        self.sessions = Sessions(settings.sessions, settings.session_ttl, self._new_session)
+        self.sessions = Sessions(settings.sessions, settings.session_ttl, self._new_session_of)
         self._scratch = Scratch() if not self.plan["namespaces"] else None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -97,6 +97,7 @@ class Sandbox:
             return await self._run_in_session(request)
         if request.language == "python":
             spec = self._spec(request, kind="script", filename="main.py", code=request.code)
+            spec["show_value"] = request.show_value
             timeouts = [request.run_timeout]
             pool = self._pool_for(request.code)
         else:
@@ -116,7 +117,7 @@ class Sandbox:
         """Run cells one after the other in an interpreter of their own."""
         await self._check_notebook()
         began = time.monotonic()
-        session = self._new_session(self._spec(request, kind="cells", filename="", code=""))
+        session = self._new_session(request)
         response = RunJupyterResponse(status=RunStatus.SUCCESS)
         driver = CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout="", stderr="")
         try:
@@ -145,14 +146,16 @@ class Sandbox:
             )
         assert request.session_id is not None
         await self._check_notebook()
-        session, is_new = self.sessions.get(request.session_id)
+        session, is_new = self.sessions.get(request.session_id, request.memory_limit_MB)
         cell = await session.run(request.code, "script", request.run_timeout)
         shown = "".join(f"{one['text/plain']}\n" for one in cell.display if isinstance(one.get("text/plain"), str))
+        if shown and not (cell.result.stdout or "\n").endswith("\n"):
+            shown = f"\n{shown}"
         room = max(0, self.settings.output_kb * 1024 - len(cell.result.stdout or ""))
         cell.result.stdout = (cell.result.stdout or "") + shown[:room]
         cell.result.stdout_truncated |= len(shown) > room
         answer = _answer(Finished([cell.result]), compiled=False)
-        answer.session_is_new = is_new
+        answer.session_is_new, answer.session_is_over = is_new, session.is_over
         return answer
 
     async def _check_notebook(self) -> None:
@@ -201,16 +204,17 @@ class Sandbox:
         """The interpreters that have what the code mentions. Wrong guesses cost time, nothing else."""
         return self.scientific if self.scientific.is_up and _SCIENTIFIC_CODE.search(code) else self.plain
 
-    def _new_session(self, spec: Spec | None = None) -> Session:
-        if spec is None:
-            request = RunJupyterRequest(cells=[])
-            spec = self._spec(request, kind="cells", filename="", code="")
+    def _new_session(self, request: RunJupyterRequest) -> Session:
+        spec = self._spec(request, kind="cells", filename="", code="")
         if not self.notebook.is_up:
             raise JobFailed("the interpreter for sessions is not ready yet")
         session = Session(self.plan, spec, self.settings.output_kb * 1024, self._place(spec))
         self._release_when_gone(session.process, session.cgroup, spec)
         session.begin(self.notebook.least_busy())
         return session
+
+    def _new_session_of(self, memory: int) -> Session:
+        return self._new_session(RunJupyterRequest(cells=[], memory_limit_MB=memory))
 
     def _place(self, spec: Spec) -> Cgroup | None:
         """Give a program what it has of its own besides namespaces."""

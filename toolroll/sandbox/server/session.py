@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,8 @@ MOST_ANSWERED = 64 << 20
 """Bytes of an answer: what is displayed is limited to 16 million characters, of up to four bytes."""
 MOST_PARTS = 4_000_000
 """Of an answer's JSON, about: a bound on what it takes to read it."""
+MOST_ENDED = 10_000
+"""Names of ended sessions that are remembered."""
 _DEEPEST = 64
 
 
@@ -225,12 +228,13 @@ def _number(answer: dict[str, Any] | None, name: str, otherwise: float | None) -
 class Sessions:
     """The sessions of this server, by name."""
 
-    def __init__(self, most: int, ttl: float, make: Callable[[], Session]) -> None:
+    def __init__(self, most: int, ttl: float, make: Callable[[int], Session]) -> None:
         self.most = most
         self.ttl = ttl
         self._make = make
         self._sessions: dict[str, Session] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._ended: OrderedDict[str, None] = OrderedDict()
 
     def turn(self, name: str) -> asyncio.Lock:
         """To be held while a request of this session is dealt with, and before it takes a place of others."""
@@ -241,16 +245,34 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, name: str) -> tuple[Session, bool]:
-        """The session of this name, and whether it is new. To be used while its turn is held."""
+    def get(self, name: str, memory: int) -> tuple[Session, bool]:
+        """The session of this name, and whether it is new. To be used while its turn is held.
+
+        `memory` is the limit of a new one, in megabytes; −1 for the server's own.
+        """
+        if name in self._ended:
+            raise Ended(f"The session {name} was ended by request. Its name can't be used again so soon.")
         session = self._sessions.get(name)
         if session is None or session.is_over:
-            return self._begin(name), True
+            return self._begin(name, memory), True
         return session, False
 
-    def _begin(self, name: str) -> Session:
+    def end(self, name: str) -> bool:
+        """End the session of this name, and whatever runs in it. Whether there was one.
+
+        The name is remembered, so that a request of the same session which waits for its turn doesn't begin it anew.
+        """
+        self._ended[name] = None
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            session.end()
+        return session is not None
+
+    def _begin(self, name: str, memory: int) -> Session:
         self._make_room()
-        session = self._sessions[name] = self._make()
+        session = self._sessions[name] = self._make(memory)
         session.process.gone.add_done_callback(lambda _: self._forget(name, session))
         return session
 
@@ -278,6 +300,10 @@ class Sessions:
     def _forget(self, name: str, session: Session) -> None:
         if self._sessions.get(name) is session:
             del self._sessions[name]
+
+
+class Ended(Exception):
+    """The session was ended on purpose."""
 
 
 class NoRoom(Exception):

@@ -60,6 +60,8 @@ class Spec(TypedDict):
     filename: str
     """Where the code is written, in the working directory."""
     code: str
+    show_value: NotRequired[bool]
+    """Whether a script's last expression is shown."""
     files: dict[str, str]
     """Path → content in base64."""
     fetch: list[str]
