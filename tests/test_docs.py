@@ -5,7 +5,13 @@ from pathlib import Path
 import doc_page
 import pytest
 
-PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md"]
+PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-interpreter.md"]
+
+
+@pytest.fixture(autouse=True)
+def _sandbox(sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox that a page has the reader start."""
+    monkeypatch.setenv("SANDBOX_FUSION_URL", sandbox_url)
 
 
 @pytest.mark.parametrize("name", PAGES)

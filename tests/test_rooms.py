@@ -10,6 +10,7 @@ FLOORS = {
     "errors": 1,
     "limiter": 2,
     "sandbox": 2,
+    "runner": 3,
     "rewards": 3,
     "tools": 4,
     "rollout": 5,
@@ -18,6 +19,8 @@ FLOORS = {
     "viewer": 7,
     "cli": 8,
 }
+BESIDE = {("rewards", "runner")}
+"""Imports from beside: the rewards run programs as the tools do, under the same limit."""
 PACKAGE = Path(toolroll.__file__).parent
 
 
@@ -37,4 +40,6 @@ def test_rooms_import_from_the_floors_below_only() -> None:
     for path in files:
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for other in imports(path) - {room}:
-            assert FLOORS[other] < FLOORS[room], f"{path.relative_to(PACKAGE)} imports from {other}"
+            assert FLOORS[other] < FLOORS[room] or (room, other) in BESIDE, (
+                f"{path.relative_to(PACKAGE)} imports from {other}"
+            )

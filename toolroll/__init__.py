@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from toolroll.tools.function_tool import Hidden, tool
     from toolroll.tools.instance import ToolInstance
     from toolroll.tools.registry import initialize_tools_from_config
+    from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
 
 _HOME = {
     "toolroll.errors": ["ConfigError", "Fault", "InfraFault", "PolicyFault", "fault_of"],
@@ -25,6 +26,7 @@ _HOME = {
     "toolroll.tools.function_tool": ["Hidden", "tool"],
     "toolroll.tools.instance": ["ToolInstance"],
     "toolroll.tools.registry": ["initialize_tools_from_config"],
+    "toolroll.tools.sandbox_fusion_tool": ["SandboxFusionTool"],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -40,6 +42,7 @@ __all__ = [
     "OpenAIFunctionToolSchema",
     "PolicyFault",
     "SandboxClient",
+    "SandboxFusionTool",
     "ToolCall",
     "ToolInstance",
     "ToolResponse",

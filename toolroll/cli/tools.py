@@ -92,8 +92,11 @@ def call(
         )
         return
     typer.echo(result.response.text or "(no text)")
+    metrics = {
+        key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in result.metrics.items()
+    }
     Console().print(
-        f"[dim]reward {result.reward} · final reward {final} · metrics {escape(str(result.metrics))}[/dim]",
+        f"[dim]reward {result.reward} · final reward {final} · metrics {escape(str(metrics))}[/dim]",
         highlight=False,
     )
 
