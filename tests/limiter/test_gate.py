@@ -317,3 +317,27 @@ async def test_100_000_wait_in_order() -> None:
 
     await asyncio.gather(*(one(number) for number in range(100_000)))
     assert order == list(range(100_000))
+
+
+FORKED = """
+import asyncio, multiprocessing
+from toolroll.limiter.limiter import get_limiter
+
+def child(answers):
+    limiter = get_limiter("a sandbox", 1)
+    with limiter.slot():
+        answers.put(limiter.in_use)
+
+with get_limiter("a sandbox", 1).slot():
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=child, args=[answers])
+    process.start()
+    assert answers.get(timeout=20) == 1
+    process.join()
+"""
+
+
+def test_a_forked_process_has_no_slots_of_its_parents() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

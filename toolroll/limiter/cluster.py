@@ -176,6 +176,7 @@ class _Carrier:
     """A thread with an event loop, for the calls of all limiters of this process."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="toolroll-limiter", daemon=True).start()
 
@@ -188,6 +189,6 @@ _the_carrier: _Carrier | None = None
 
 def _carrier() -> _Carrier:
     global _the_carrier
-    if _the_carrier is None:
+    if _the_carrier is None or _the_carrier.pid != os.getpid():  # a forked process hasn't its parent's threads
         _the_carrier = _Carrier()
     return _the_carrier

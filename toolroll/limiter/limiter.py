@@ -11,6 +11,7 @@ cluster's; in one that isn't, it is the process's own.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 
@@ -96,6 +97,16 @@ def get_limiter(resource: str, limit: int) -> Limiter:
         if (resource, connected) not in _limiters:
             _limiters[resource, connected] = _make(resource, limit, connected)
         return _limiters[resource, connected]
+
+
+def _begin_anew() -> None:
+    """In a process that was forked: the slots in use are the parent's, and the threads that care for them aren't here."""
+    global _lock
+    _limiters.clear()
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _make(resource: str, limit: int, connected: bool) -> Limiter:
