@@ -100,7 +100,7 @@ def get_limiter(resource: str, limit: int) -> Limiter:
 
 
 def _begin_anew() -> None:
-    """In a process that was forked: the slots in use are the parent's, and the threads that care for them aren't here."""
+    """In a forked process: the slots in use are the parent's, and the threads that care for them aren't here."""
     global _lock
     _limiters.clear()
     _lock = threading.Lock()
