@@ -21,6 +21,7 @@ bench:
 	$(BIN)python benchmarks/tools.py --quick --json
 	$(BIN)python benchmarks/limiter.py --quick --json
 	$(BIN)python benchmarks/sandbox.py --quick --json
+	$(BIN)python benchmarks/rewards.py --quick --json
 
 build:
 	$(BIN)python -m build

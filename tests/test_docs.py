@@ -5,7 +5,7 @@ from pathlib import Path
 import doc_page
 import pytest
 
-PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-interpreter.md"]
+PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-interpreter.md", "docs/rewards.md"]
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class RunnerSettings(BaseModel):
     @field_validator("sandbox_fusion_url", mode="before")
     @classmethod
     def _one_or_several(cls, given: Any) -> Any:
-        return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+        return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else given
 
 
 class Ran(NamedTuple):

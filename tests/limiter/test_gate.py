@@ -338,6 +338,28 @@ with get_limiter("a sandbox", 1).slot():
 """
 
 
+CONNECTED = """
+import multiprocessing, types, sys
+sys.modules["ray"] = types.SimpleNamespace(is_initialized=lambda: True)  # as it says in a fork, where nothing answers
+from toolroll.limiter.limiter import LocalLimiter, get_limiter
+
+def child(answers):
+    answers.put(type(get_limiter("a sandbox", 1)) is LocalLimiter)
+
+context = multiprocessing.get_context("fork")
+answers = context.Queue()
+process = context.Process(target=child, args=[answers])
+process.start()
+assert answers.get(timeout=20)
+process.join()
+"""
+
+
+def test_a_forked_process_isnt_connected_to_its_parents_cluster() -> None:
+    done = subprocess.run([sys.executable, "-c", CONNECTED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_forked_process_has_no_slots_of_its_parents() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

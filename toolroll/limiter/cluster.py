@@ -108,8 +108,8 @@ class ClusterLimiter(Limiter):
         self._trouble = max(self._trouble, level)
 
     async def _exchange(self, worker: ActorHandle[TokenBucketWorker]) -> None:
-        """Send reports and heed their answers, until something fails."""
-        while True:
+        """Send reports and heed their answers, until something fails, or this process has left the cluster."""
+        while ray.is_initialized():  # a call without that would start a cluster of its own
             opened = time.monotonic()
             call = asyncio.ensure_future(_result(worker.report.remote(tuple(self._gate.report()))))
             self.reports += 1

@@ -87,21 +87,33 @@ class LocalLimiter(Limiter):
 
 _limiters: dict[tuple[str, bool], Limiter] = {}
 _lock = threading.Lock()
+_looks_connected = False
+"""Whether Ray says that this process is connected, and it isn't: its parent is."""
 
 
 def get_limiter(resource: str, limit: int) -> Limiter:
     """This process's limiter of a resource: the cluster's where it is connected to Ray, else its own."""
-    ray = sys.modules.get("ray")  # a process that hasn't imported it is connected to no cluster
-    connected = ray is not None and ray.is_initialized()
+    connected = _is_connected()
     with _lock:
         if (resource, connected) not in _limiters:
             _limiters[resource, connected] = _make(resource, limit, connected)
         return _limiters[resource, connected]
 
 
+def _is_connected() -> bool:
+    """Whether this process is connected to a Ray cluster. One that was forked seems to be, if its parent was."""
+    global _looks_connected
+    ray = sys.modules.get("ray")  # a process that hasn't imported it is connected to no cluster
+    if ray is None or not ray.is_initialized():
+        _looks_connected = False
+        return False
+    return not _looks_connected
+
+
 def _begin_anew() -> None:
     """In a forked process: the slots in use are the parent's, and the threads that care for them aren't here."""
-    global _lock
+    global _lock, _looks_connected
+    _looks_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     _limiters.clear()
     _lock = threading.Lock()
 

@@ -1,0 +1,280 @@
+"""A solution passes by what its function returns, or by asserts that hold, and by nothing else."""
+
+import ast
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from toolroll.rewards.cases import AssertCase, CallCase, Case, Cases
+from toolroll.rewards.grader import CaseResult, CodeGrader, GraderSettings, Verdict
+from toolroll.rewards.harness import Harness
+
+
+@pytest.fixture
+def grader(sandbox_url: str) -> CodeGrader:
+    return CodeGrader(GraderSettings(sandbox_fusion_url=sandbox_url, continuous=True, timeout=5))
+
+
+async def result(grader: CodeGrader, solution: str, case: Case, timeout: float | None = None) -> CaseResult:
+    return (await grader.grade(solution, Cases((case,), timeout=timeout))).cases[0]
+
+
+async def returned(grader: CodeGrader, solution: str, *arguments: Any, expected: Any) -> CaseResult:
+    """What becomes of a call of `f`."""
+    return await result(grader, solution, CallCase("f", arguments, expected))
+
+
+async def asserted(grader: CodeGrader, solution: str, asserts: str) -> CaseResult:
+    return await result(grader, solution, AssertCase(asserts))
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        ("def f(a, b): return a + b", 7),
+        ("class Solution:\n    def f(self, a, b): return a * b", 12),
+        ("class Solution:\n    @staticmethod\n    def f(a, b): return a - b", -1),
+        ("f = lambda a, b: [a, (b, None)]", [3, [4, None]]),
+        ("def f(a, b): return {b, a, 1}", [1, 3, 4]),
+        ("def f(a, b): return {a: {'x': 1.5}, True: 'é'}", {"3": {"x": 1.5}, "true": "é"}),
+        ("def f(a, b): return float('inf')", float("inf")),
+        ("def f(a, b): return '\\ud800'", "\ud800"),
+        ("def f(a, b): pass", None),
+        ("from __future__ import annotations\ndef f(a: Nothing, b) -> Nowhere: return a", 3),
+        ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int'\ndef f(a, b): return P(a).x", 3),
+        ("def f(a, b): return 1\nif __name__ == '__main__':\n    raise ValueError(input())", 1),
+        ("import pickle\nclass P: pass\ndef f(a, b): return bool(pickle.loads(pickle.dumps(P())))", True),
+    ],
+)
+async def test_what_a_function_returns(grader: CodeGrader, solution: str, expected: Any) -> None:
+    assert (await returned(grader, solution, 3, 4, expected=expected)).verdict is Verdict.PASSED
+
+
+async def test_arguments_travel_as_they_are(grader: CodeGrader) -> None:
+    arguments = [1, 2.5, None, True, "é\n\"'\\", [[1], {"a": []}], 10**30, "\ud800"]
+    solution = "def f(*arguments): return arguments"
+    assert (await returned(grader, solution, *arguments, expected=arguments)).verdict is Verdict.PASSED
+
+
+async def test_what_it_prints_disturbs_nothing(grader: CodeGrader) -> None:
+    solution = """
+import os, sys, subprocess
+print("at the top")
+def f():
+    print("[1]"); sys.stdout.write("2"); os.write(1, b"3\\n"); subprocess.run(["echo", "4"])
+    sys.stdout = None
+    return 5
+"""
+    assert (await returned(grader, solution, expected=5)).verdict is Verdict.PASSED
+
+
+async def test_names_that_data_sets_take_for_granted(grader: CodeGrader) -> None:
+    solution = """
+class Solution:
+    @lru_cache(None)
+    def twice(self, x: Optional[int]) -> int:
+        return 2 * x
+
+    def f(self, nums: List[int]) -> Dict[str, int]:
+        counts, queue = defaultdict(int), deque(nums)
+        while queue:
+            counts[heapq.nlargest(1, [queue.popleft()])[0]] += 1
+        at = bisect.bisect_left(nums, 2) + bisect_left(nums, 2)
+        return [math.inf > 3, -inf < 0, pow(2, 5, 7), at, self.twice(4), counts, copy.deepcopy(nums), gcd(4, 6)]
+"""
+    expected = [True, True, 4, 2, 8, {"1": 1, "2": 1}, [1, 2], 2]
+    found = await returned(grader, solution, [1, 2], expected=expected)
+    assert found.verdict is Verdict.PASSED, found.detail
+
+
+async def test_the_function_must_be_the_solutions_own(grader: CodeGrader) -> None:
+    assert (await result(grader, "# gcd", CallCase("gcd", (4, 6), 2))).verdict is Verdict.FAILED
+    own = "class Solution:\n    def gcd(self, a, b): return 'own'"
+    assert (await result(grader, own, CallCase("gcd", (4, 6), "own"))).verdict is Verdict.PASSED
+
+
+@pytest.mark.parametrize(
+    ("solution", "said"),
+    [
+        ("def f():\n    raise ValueError('no')", "ValueError: no"),
+        ("def f(): return g()", "NameError: name 'g' is not defined"),
+        ("def g(): return None", "there is no function 'f'"),
+        ("f = None", "'NoneType' object is not callable"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("def f(): return object()", "it returned a object, which JSON has no word for"),
+        ("def f(): return {(1, 2): 3}", "keys must be str, int, float, bool or None, not tuple"),
+        ("def f(): return f()", "RecursionError"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("def f(): raise SystemExit", "SystemExit"),
+        ("def f(): raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import os\ndef f(): os._exit(0)", "it ended before f had returned"),
+        ("import os, signal\ndef f(): os.kill(os.getpid(), signal.SIGKILL)", "return code -9"),
+        ("x = '\ud800'", "surrogates not allowed"),
+        ("x = '\0'", "null bytes"),
+    ],
+)
+async def test_a_function_that_returns_nothing_fails_where_null_is_expected(
+    grader: CodeGrader, solution: str, said: str
+) -> None:
+    """A raising function passed once, as it had printed nothing and nothing was expected."""
+    found = await returned(grader, solution, expected=None)
+    assert found.verdict is Verdict.FAILED
+    assert said in found.detail
+
+
+async def test_an_endless_loop_is_out_of_time(grader: CodeGrader) -> None:
+    found = await result(grader, "def f():\n    while True: pass", CallCase("f", (), None), timeout=0.5)
+    assert found.verdict is Verdict.TIMEOUT
+    found = await result(grader, "while True: pass", AssertCase("assert True"), timeout=0.5)
+    assert found.verdict is Verdict.TIMEOUT
+
+
+async def test_endless_recursion_without_a_limit_fails(grader: CodeGrader) -> None:
+    found = await returned(grader, "import sys; sys.setrecursionlimit(10**9)\ndef f(): return f()", expected=None)
+    assert found.verdict in (Verdict.FAILED, Verdict.OUT_OF_MEMORY)
+
+
+async def test_tracebacks_have_the_solutions_own_lines(grader: CodeGrader) -> None:
+    found = await returned(grader, "import math\n\ndef f():\n    return math.nothing", expected=1)
+    assert 'File "solution.py", line 4, in f\n    return math.nothing' in found.detail
+    assert "main.py" not in found.detail
+
+
+CHEATS = {
+    "prints it": "print('7')\nprint('[7]')\ndef f(): return 0",
+    "prints it behind a marker of its own": "print('0' * 32 + '7')\ndef f(): return 0",
+    "writes it to every descriptor": """
+import os
+def f():
+    for fd in range(20):
+        try: os.write(fd, b'7\\n' + b'0123456789abcdef' * 2 + b'7\\n')
+        except OSError: pass
+    return 0
+""",
+    "is equal to everything": """
+class Equal(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = int.__hash__
+def f(): return Equal(0)
+""",
+    "overrides json": "import json\njson.dumps = lambda *a, **k: '0'\njson.loads = None\ndef f(): return 0",
+    "overrides builtins": """
+import builtins
+for name in ("print", "len", "isinstance", "exec", "compile", "hasattr", "getattr", "sorted", "str", "bytes"):
+    setattr(builtins, name, lambda *a, **k: 7)
+def f(): return 0
+""",
+    "reads its own source": """
+import re, sys, glob
+seen = "".join(open(name).read() for name in glob.glob("*") + [sys.argv[0]])
+def f(): return max(map(int, re.findall("[0-9]+", seen)), default=0)
+""",
+    "looks for it in memory": """
+import gc, sys
+def f():
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += list(frame.f_locals.values()) + list(frame.f_globals.values())
+        frame = frame.f_back
+    return [x for x in seen + gc.get_objects() if type(x) is int and x == 123454321] or 0
+""",
+    "registers atexit": "import atexit, os\natexit.register(lambda: (print(7), os._exit(0)))\ndef f(): return 0",
+    "exits": "import sys\nprint(7)\nsys.exit(0)",
+    "exits at once": "import os\nos.write(1, b'7\\n')\nos._exit(0)",
+    "reads stdin": "import sys\nseen = sys.stdin.read()\ndef f(): return seen",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+async def test_no_program_forges_a_value_that_it_does_not_know(grader: CodeGrader, cheat: str) -> None:
+    expected = 123454321 if "memory" in cheat else 7
+    found = await returned(grader, CHEATS[cheat], expected=expected)
+    assert found.verdict in (Verdict.WRONG, Verdict.FAILED), found
+
+
+async def test_what_is_expected_never_enters_the_sandbox(grader: CodeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    run = grader.runner.run
+
+    async def recorded(code: str, *rest: Any, **more: Any) -> Any:
+        sent.append(f"{code} {more}")
+        return await run(code, *rest, **more)
+
+    monkeypatch.setattr(grader.runner, "run", recorded)
+    found = await returned(grader, "def f(a): return 'guess'", 1, expected="the secret value")
+    assert found.verdict is Verdict.WRONG
+    assert len(sent) == 1
+    assert "secret" not in sent[0]
+
+
+async def test_asserts(grader: CodeGrader) -> None:
+    solution = "def f(x): return x * 2"
+    assert (await asserted(grader, solution, "assert f(2) == 4\nassert f('a') == 'aa'")).verdict is Verdict.PASSED
+    found = await asserted(grader, solution, "assert f(2) == 4\nassert f(2) == 5, 'not five'")
+    assert found.verdict is Verdict.FAILED
+    assert 'File "asserts.py", line 2' in found.detail
+    assert "AssertionError: not five" in found.detail
+
+
+async def test_asserts_are_not_met_by_what_the_harness_imports(grader: CodeGrader) -> None:
+    counted = "def f(x): return Counter(x)['a']"
+    assert (await asserted(grader, counted, "assert f('aab') == 2")).verdict is Verdict.PASSED
+    assert (await asserted(grader, "# factorial", "assert factorial(3) == 6")).verdict is Verdict.FAILED
+    patched = "import builtins\nbuiltins.abs = lambda x: 0\ndef f(): return 9"
+    assert (await asserted(grader, patched, "assert abs(f() - 1) < 1e-6")).verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "print('true')\nraise SystemExit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)",
+        "import atexit, os\natexit.register(print, 'true')\nos.write(1, b'true\\n')",
+        "import builtins\nbuiltins.exec = builtins.compile = lambda *a, **k: None",
+        "import builtins\nbuiltins.AssertionError = None",
+        "import os, json\nos.write = os._exit = json.dumps = lambda *a, **k: 0",
+        "import sys\nsys.excepthook = lambda *a: None\nsys.stdin = sys.stdout = sys.stderr = None",
+        "def f():\n    import os\n    os._exit(0)",
+        "class Equal(AssertionError): pass\nAssertionError = Equal",
+    ],
+)
+async def test_a_solution_that_never_gets_to_the_end_of_the_asserts_fails(grader: CodeGrader, solution: str) -> None:
+    assert (await asserted(grader, solution, "f()\nassert False")).verdict is Verdict.FAILED
+    assert (await asserted(grader, solution, "assert False")).verdict is Verdict.FAILED
+
+
+async def test_asserts_hold_in_an_interpreter_that_leaves_them_out() -> None:
+    run = Harness("def f(): return 1").begin("assert f() == 2")
+    done = subprocess.run([sys.executable, "-OO", "-c", run.code], input=run.stdin, capture_output=True, text=True)
+    assert run.said(done.stdout) is None
+    assert done.returncode == 1
+
+
+def test_a_run_that_was_cut_off_said_nothing() -> None:
+    run = Harness("def f(): return 1", "f").begin([])
+    assert run.said("") is None
+    assert run.said(f"{run.marker}12") is None
+    assert run.said(f"{run.marker}12\n") == "12"
+    assert run.marker not in run.code
+    assert run.marker != Harness("def f(): return 1", "f").begin([]).marker
+
+
+def test_old_interpreters_understand_it() -> None:
+    code = Harness("def f(x: List[int]): return pairwise(x)", "f").code
+    ast.parse(code, feature_version=(3, 8))
+    imported = re.findall(r"^\s*import (.*)$", code, re.MULTILINE)
+    assert imported == ["builtins, json, os, sys", "linecache, traceback"]
+
+
+def test_a_name_that_a_python_does_not_have_is_left_out() -> None:
+    run = Harness("def f(x): return [x, 'nothing' in globals()]", "f").begin([1])
+    code = run.code.replace("{}, 'f'", "{'math': ['nothing', 'math']}, 'f'")
+    assert code != run.code
+    done = subprocess.run([sys.executable, "-c", code], input=run.stdin, capture_output=True, text=True)
+    assert run.said(done.stdout) == "[1, false]"
