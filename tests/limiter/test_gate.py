@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toolroll.errors import Fault, LimiterUnavailable, SlotTimeout, fault_of
 from toolroll.limiter.gate import Gate, LongestAsked
 from toolroll.limiter.lease import Allowance, Lease
-from toolroll.limiter.limiter import Limiter, LocalLimiter
+from toolroll.limiter.limiter import Limiter, LocalLimiter, get_limiter
 
 
 async def turns(count: int) -> None:
@@ -300,6 +300,13 @@ def test_a_process_without_ray_has_a_limit_of_its_own_and_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "the limit of 5 is this process's own" in done.stderr
+
+
+def test_another_limit_than_was_asked_for_before_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    first = get_limiter("asked twice", 2)
+    assert get_limiter("asked twice", 64) is first
+    get_limiter("asked twice", 64)
+    assert caplog.text.count("asked for a limit of 64, but this process has asked for another before") == 1
 
 
 def test_a_limit_of_nothing_is_refused() -> None:

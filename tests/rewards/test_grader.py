@@ -4,6 +4,7 @@ import asyncio
 import logging
 import pickle
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from sandbox.fault_server import SUCCESS, Behaviour, FaultServer, after, answer,
 from toolroll import runner as runner_module
 from toolroll.errors import ConfigError
 from toolroll.rewards.cases import CallCase, Cases, StdinCase, read_cases
-from toolroll.rewards.grader import Agenda, CaseResult, CodeGrader, Grade, GraderSettings, Verdict, score_of
+from toolroll.rewards.grader import Agenda, CaseResult, CodeGrader, Grade, GraderSettings, Streak, Verdict, score_of
 
 ADD = "```python\nprint(sum(map(int, input().split())))\n```"
 SUMS = {"inputs": ["3 4", "1 1"], "outputs": ["7", "2"]}
@@ -258,7 +259,7 @@ async def test_a_hundred_thousand_cases_are_not_as_many_tasks(monkeypatch: pytes
         nonlocal most
         most = max(most, len(asyncio.all_tasks()))
         await asyncio.sleep(0)
-        return execution, 0.0
+        return execution, 0.0, 1.0
 
     async with FaultServer() as server:
         execution = (await grader_of(server.url).runner.run("2", run_timeout=1)).execution
@@ -333,7 +334,7 @@ def carry_out(agenda: Agenda, pattern: Sequence[Sequence[Verdict]], at_once: int
         if not running:
             return begun
         solution, case = running.pop(chance.randrange(len(running)))
-        agenda.note(solution, case, CaseResult(pattern[solution][case]), again=True)
+        agenda.note(solution, case, CaseResult(pattern[solution][case]))
 
 
 def one_by_one(outcomes: Sequence[Verdict], continuous: bool) -> float | None:
@@ -349,7 +350,7 @@ def one_by_one(outcomes: Sequence[Verdict], continuous: bool) -> float | None:
 def test_the_scores_are_those_of_running_everything(
     pattern: list[list[Verdict]], continuous: bool, at_once: int, seed: int
 ) -> None:
-    agenda = Agenda([len(outcomes) for outcomes in pattern], continuous=continuous, enough=10**9)
+    agenda = Agenda([len(outcomes) for outcomes in pattern], continuous=continuous)
     begun = carry_out(agenda, pattern, at_once, seed)
     assert [agenda.score(number) for number in range(len(pattern))] == [one_by_one(o, continuous) for o in pattern]
     assert len(set(begun)) == len(begun)
@@ -365,7 +366,7 @@ def test_the_scores_are_those_of_running_everything(
 def test_one_at_a_time_nothing_is_run_that_can_not_matter(
     pattern: list[list[Verdict]], continuous: bool, seed: int
 ) -> None:
-    begun = carry_out(Agenda([*map(len, pattern)], continuous=continuous, enough=10**9), pattern, 1, seed)
+    begun = carry_out(Agenda([*map(len, pattern)], continuous=continuous), pattern, 1, seed)
     for solution, outcomes in enumerate(pattern):
         ends = [outcome == "infra" if continuous else outcome not in ("passed", "infra") for outcome in outcomes]
         needed = ends.index(True) + 1 if True in ends else len(outcomes)
@@ -375,16 +376,32 @@ def test_one_at_a_time_nothing_is_run_that_can_not_matter(
 @given(PATTERNS, st.integers(1, 5), st.integers())
 def test_solutions_take_turns(pattern: list[list[Verdict]], at_once: int, seed: int) -> None:
     passing = [[Verdict.PASSED] * len(outcomes) for outcomes in pattern]
-    begun = carry_out(Agenda([*map(len, passing)], continuous=False, enough=10**9), passing, at_once, seed)
+    begun = carry_out(Agenda([*map(len, passing)], continuous=False), passing, at_once, seed)
     assert begun == sorted(begun, key=lambda turn: turn[::-1])
 
 
-def test_faults_in_a_row_end_the_batch() -> None:
-    agenda = Agenda([5, 5], continuous=False, enough=3)
-    pattern = [[Verdict.INFRA] * 5, [Verdict.PASSED, *[Verdict.INFRA] * 4]]
-    assert len(carry_out(agenda, pattern, 1, 0)) == 5
-    assert [agenda.score(0), agenda.score(1)] == [None, None]
-    assert {result.verdict for result in agenda.results[1][1:]} == {Verdict.INFRA}
+def test_after_faults_in_a_row_one_is_tried_now_and_again() -> None:
+    streak = Streak(3)
+    for _ in range(3):
+        assert streak.may_try(0.0)
+        streak.note(True)
+    assert [streak.may_try(now) for now in (1.0, 2.0, 5.9, 6.5, 7.0)] == [True, False, False, True, False]
+    streak.note(False)
+    assert all(streak.may_try(7.0) for _ in range(5))
+
+
+async def test_a_sandbox_that_is_gone_holds_nobody_up_one_answer_at_a_time_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("toolroll.runner.QUEUE_ALLOWANCE", 0.2)
+    monkeypatch.setattr("toolroll.runner.PATIENCE", 0.2)
+    async with FaultServer() as server:
+        pass
+    grader = CodeGrader(GraderSettings(sandbox_fusion_url=server.url, rate_limit=2))
+    began = time.monotonic()
+    for _ in range(200):
+        assert (await grader.grade("print(1)", read_cases({"inputs": [""], "outputs": ["1"]}))).score is None
+    assert time.monotonic() - began < 10
 
 
 @given(st.lists(OUTCOMES, min_size=1), st.booleans(), st.randoms())

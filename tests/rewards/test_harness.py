@@ -278,3 +278,23 @@ def test_a_name_that_a_python_does_not_have_is_left_out() -> None:
     assert code != run.code
     done = subprocess.run([sys.executable, "-c", code], input=run.stdin, capture_output=True, text=True)
     assert run.said(done.stdout) == "[1, false]"
+
+
+async def test_stdin_can_not_be_read_a_second_time(grader: CodeGrader) -> None:
+    cheat = (
+        "import os\nos.lseek(0, 0, 0)\ntext = os.read(0, 10_000).decode()\n"
+        "mark = text.split('\"')[1] if '\"' in text else ''\n"
+        "for fd in range(3, 20):\n    try: os.write(fd, (mark + 'true\\n').encode())\n    except OSError: pass\n"
+        "os._exit(0)"
+    )
+    assert (await asserted(grader, cheat, "assert f() == 1")).verdict == "failed"
+
+
+async def test_a_method_of_the_class_goes_before_a_name_that_was_imported(grader: CodeGrader) -> None:
+    solution = "from math import *\nclass Solution:\n    def f(self, n): return n + 4\nf = factorial"
+    assert (await returned(grader, solution, 3, expected=7)).verdict == "passed"
+
+
+async def test_what_numpy_returns_is_a_value_too(grader: CodeGrader) -> None:
+    solution = "import numpy as np\ndef f(): return [np.int64(7), np.float64(0.5), np.bool_(True), np.array([1, 2])]"
+    assert (await returned(grader, solution, expected=[7, 0.5, True, [1, 2]])).verdict == "passed"

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import math
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sandbox.proxy import Proxy
 from sandbox.serving import Serving, serving, wait_until
 
-from toolroll.errors import InfraFault
+from toolroll.errors import InfraFault, PolicyFault
 from toolroll.tools.instance import ToolInstance
 from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
 
@@ -125,7 +126,7 @@ async def test_a_program_that_ends_its_interpreter_is_told(sandbox_url: str) -> 
         said = await say(instance, "import os; os._exit(3)")
         assert said == (
             "[The program failed with exit status 3.]\n"
-            "[The interpreter ended with it: what earlier programs had defined is gone.]"
+            "[The interpreter has ended: what earlier programs had defined is gone.]"
         )
         assert (await say(instance, "x")).endswith("NameError: name 'x' is not defined"), "and it isn't rebuilt"
         await say(instance, "x = 2")
@@ -172,6 +173,67 @@ async def test_more_trajectories_than_the_server_keeps_sessions_still_come_out_r
                     )
 
 
+async def test_many_at_once_for_few_sessions_come_out_right() -> None:
+    with serving("--sessions", "3") as server:
+        tool = stateful(server.url)
+
+        async def trajectory(number: int) -> list[str]:
+            async with ToolInstance(tool) as instance:
+                return [await say(instance, code) for code in (f"x = {number}", *["x += 100; x"] * 3)]
+
+        told = await asyncio.gather(*(trajectory(number) for number in range(5)))
+        assert told == [["[No output.]", *(str(number + 100 * turn) for turn in (1, 2, 3))] for number in range(5)]
+        assert sessions_of(server.url) == 0
+
+
+async def test_a_session_that_its_program_ends_later_is_told_and_not_rebuilt(sandbox_url: str) -> None:
+    async with ToolInstance(stateful(sandbox_url)) as instance:
+        await say(instance, "x = 1")
+        await say(instance, "import os, threading; threading.Timer(0.1, os._exit, [1]).start()")
+        await asyncio.sleep(0.5)
+        said = await say(instance, "print('x' in globals())")
+        assert said == "False\n[The interpreter has ended: what earlier programs had defined is gone.]"
+        assert (await say(instance, "x")).endswith("name 'x' is not defined")
+
+
+async def test_without_sessions_a_program_that_ends_the_interpreter_is_told_too(sandbox_url: str) -> None:
+    async with on("plain SandboxFusion", sandbox_url) as tool, ToolInstance(tool) as instance:
+        await say(instance, "x = 1")
+        await say(instance, "print('bye', flush=True); import os; os._exit(0)")
+        said = await say(instance, "print('hello')")
+        assert said == "hello\n[The interpreter has ended: what earlier programs had defined is gone.]"
+        assert await say(instance, "print('again')") == "again"
+
+
+async def test_a_call_waits_for_the_one_before_it_no_longer_than_its_deadline(sandbox_url: str) -> None:
+    async with ToolInstance(stateful(sandbox_url)) as instance:
+        first = asyncio.create_task(say(instance, "import time; time.sleep(2)"))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        with pytest.raises(PolicyFault, match="took all the time"):
+            await instance.execute({"code": "1"}, deadline=began + 0.5)
+        assert time.monotonic() - began < 1
+        await first
+
+
+async def test_release_needs_no_slot_and_asks_nobody_where_nothing_was_run() -> None:
+    with serving() as server:
+        tool = stateful(server.url, rate_limit=1)
+        async with ToolInstance(tool) as busy:
+            async with ToolInstance(tool) as instance:
+                await say(instance, "1")
+                running = asyncio.create_task(say(busy, "import time; time.sleep(3)"))
+                await asyncio.sleep(0.3)
+                began = time.monotonic()
+            assert time.monotonic() - began < 1
+            assert sessions_of(server.url) == 1
+            await running
+    began = time.monotonic()
+    async with ToolInstance(stateful(server.url)):
+        pass
+    assert time.monotonic() - began < 0.5, "though it is gone"
+
+
 CELLS = st.lists(
     st.sampled_from(
         [
@@ -193,6 +255,7 @@ CELLS = st.lists(
             "exit(3)",
             "None",
             "x;",
+            "import sys; sys.stdout.write('ab')",
             "import pickle; pickle.loads(pickle.dumps(a)).__class__ is A",
             "if x > 2:\n    print('more')\nelse:\n    x = 9",
         ]
@@ -203,6 +266,7 @@ CELLS = st.lists(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(cells=CELLS)
+@example(cells=["x = 1", "x;", "x", "import sys; sys.stdout.write('ab')"])
 def test_replaying_comes_to_the_same_as_a_session(sandbox_url: str, cells: list[str]) -> None:
     """What the model reads is the same on a server without sessions, but for the frames of tracebacks."""
 

@@ -23,6 +23,7 @@ DONE = Execution(
     compile_result=None,
     run_result=None,
     session_is_new=None,
+    session_died=None,
     session_is_over=None,
 )
 

@@ -87,6 +87,8 @@ class LocalLimiter(Limiter):
 
 _limiters: dict[tuple[str, bool], Limiter] = {}
 _lock = threading.Lock()
+_asked: dict[str, set[int]] = {}
+"""Which limits were asked for here, by resource: another one is told once."""
 _looks_connected = False
 """Whether Ray says that this process is connected, and it isn't: its parent is."""
 
@@ -97,6 +99,15 @@ def get_limiter(resource: str, limit: int) -> Limiter:
     with _lock:
         if (resource, connected) not in _limiters:
             _limiters[resource, connected] = _make(resource, limit, connected)
+            _asked[resource] = {limit}
+        elif limit not in _asked.setdefault(resource, set()):
+            _asked[resource].add(limit)
+            logger.warning(
+                "%s: asked for a limit of %d, but this process has asked for another before (%d now), and that holds",
+                resource,
+                limit,
+                _limiters[resource, connected].limit,
+            )
         return _limiters[resource, connected]
 
 

@@ -12,8 +12,8 @@ It promises:
 - All cases of all solutions run concurrently, within the runner's limit, in as many tasks as that allows and no more.
   The first cases of all solutions go first, then the second ones: where all must pass, the rest of a solution that has
   failed isn't run.
-- A sandbox that is down doesn't hold a batch up for hours: when twice as many cases in a row as run at once came to
-  nothing, the rest of the batch isn't tried.
+- A sandbox that is down doesn't hold anybody up for hours: when twice as many cases in a row as run at once came to
+  nothing, over all calls of a grader, then only one is tried every now and again until one comes through.
 - A cancelled `grade` or `grade_all` leaves none of its tasks behind.
 """
 
@@ -45,6 +45,8 @@ MORE_THAN_RUN = 2
 """How many cases wait for a slot beside those that run, so that none is ever idle."""
 SHOWN = 200
 """Characters of an output, a value or an error that a result's detail shows."""
+PROBED = 5.0
+"""Seconds between two cases that find out whether a sandbox that was down is up again."""
 BETWEEN_WARNINGS = 30.0
 """Seconds between two log lines about the infrastructure."""
 
@@ -126,16 +128,13 @@ class Agenda:
     """Which case is run next, and what became of each. Pure: no clock, no I/O.
 
     Solutions take turns, a case each. A case that can't change its solution's score is skipped: after a failure where
-    all must pass, after a fault of the infrastructure where the fraction counts. After `enough` faults in a row, the
-    rest isn't tried.
+    all must pass, after a fault of the infrastructure where the fraction counts.
     """
 
-    def __init__(self, counts: Sequence[int], *, continuous: bool, enough: int) -> None:
+    def __init__(self, counts: Sequence[int], *, continuous: bool) -> None:
         self.results = [[CaseResult(Verdict.INFRA, "not run")] * count for count in counts]
         """Of each solution. Whatever is left out by mistake leaves it without a score, not with a wrong one."""
         self._continuous = continuous
-        self._enough = enough
-        self._in_a_row = 0
         self._turns = deque((solution, 0) for solution, count in enumerate(counts) if count)
         self._decided = [False] * len(counts)
 
@@ -144,23 +143,17 @@ class Agenda:
         while self._turns:
             solution, case = self._turns.popleft()
             if self._decided[solution]:
-                self._leave_out(solution, case, CaseResult(Verdict.SKIPPED))
-            elif self._in_a_row >= self._enough:
-                said = f"not tried: the last {self._in_a_row} came to nothing"
-                self._leave_out(solution, case, CaseResult(Verdict.INFRA, said))
-            else:
-                if case + 1 < len(self.results[solution]):
-                    self._turns.append((solution, case + 1))
-                return solution, case
+                results = self.results[solution]
+                results[case:] = [CaseResult(Verdict.SKIPPED)] * (len(results) - case)
+                continue
+            if case + 1 < len(self.results[solution]):
+                self._turns.append((solution, case + 1))
+            return solution, case
         return None
 
-    def note(self, solution: int, case: int, result: CaseResult, *, again: bool = False) -> None:
-        """What became of a case. `again`: it is a fault of the infrastructure's that the next case may meet as well."""
+    def note(self, solution: int, case: int, result: CaseResult) -> None:
+        """What became of a case."""
         self.results[solution][case] = result
-        if result.verdict is not Verdict.INFRA:
-            self._in_a_row = 0
-        elif again:
-            self._in_a_row += 1
         if result.verdict is Verdict.INFRA if self._continuous else result.verdict.decides:
             self._decided[solution] = True
 
@@ -168,10 +161,30 @@ class Agenda:
         """A solution's score, when all is done."""
         return score_of([result.verdict for result in self.results[solution]], self._continuous)
 
-    def _leave_out(self, solution: int, case: int, result: CaseResult) -> None:
-        """This case and all later ones."""
-        results = self.results[solution]
-        results[case:] = [result] * (len(results) - case)
+
+class Streak:
+    """Faults of the infrastructure in a row. Pure: the clock is the caller's.
+
+    After `enough` of them nothing more is tried, but for one case every `PROBED` seconds.
+    """
+
+    def __init__(self, enough: int) -> None:
+        self.length = 0
+        self._enough = enough
+        self._next = 0.0
+
+    def may_try(self, now: float) -> bool:
+        """Whether there is hope for a case."""
+        if self.length < self._enough:
+            return True
+        if now < self._next:
+            return False
+        self._next = now + PROBED
+        return True
+
+    def note(self, is_fault: bool) -> None:
+        """A case was tried."""
+        self.length = self.length + 1 if is_fault else 0
 
 
 class Solution:
@@ -247,7 +260,7 @@ def _may_go_on(kept: list[str], expected: list[str], line: int, *, exactly: bool
 def _judge_value(case: CallCase, run: Run, execution: Execution, tolerance: float | None) -> tuple[Verdict, str]:
     said = run.said(execution.stdout)
     if said is None:
-        if execution.stdout_truncated and len(json.dumps(case.expected)) > len(execution.stdout):
+        if execution.stdout_truncated and len(json.dumps(case.expected)) > len(execution.stdout.encode()):
             return Verdict.INFRA, _too_long(execution)
         return _unsaid(f"{case.fn_name} had returned", execution)
     try:
@@ -285,6 +298,8 @@ class CodeGrader:
     def __init__(self, settings: GraderSettings) -> None:
         self.settings = settings
         self.runner = CodeRunner(settings)
+        self._at_once = self.runner.workers + MORE_THAN_RUN
+        self._streak = Streak(2 * self._at_once)
         self._warned = float("-inf")
         self._faults = 0
 
@@ -296,10 +311,9 @@ class CodeGrader:
         """The grades of all, in order. Raises ValueError, before anything runs, where cases don't fit the language."""
         given = [Solution(answer, cases, self.settings) for answer, cases in solutions]
         counts = [len(solution.cases) for solution in given]
-        at_once = self.runner.workers + MORE_THAN_RUN
-        agenda = Agenda(counts, continuous=self.settings.continuous, enough=2 * at_once)
+        agenda = Agenda(counts, continuous=self.settings.continuous)
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(at_once, sum(counts))):
+            for _ in range(min(self._at_once, sum(counts))):
                 tasks.create_task(self._work(agenda, given))
         return [
             Grade(agenda.score(number), tuple(agenda.results[number]), solution.program)
@@ -309,18 +323,27 @@ class CodeGrader:
     async def _work(self, agenda: Agenda, solutions: Sequence[Solution]) -> None:
         while (turn := agenda.next()) is not None:
             solution, case = turn
-            try:
-                result, again = await self._run(solutions[solution], solutions[solution].cases[case]), False
-            except InfraFault as fault:
-                result, again = self._fault(fault), not isinstance(fault, SandboxRefused)
-            except Exception as error:  # a fault of ours: it mustn't cost the others their grades, nor this one a 0
-                logger.exception("Case %d of solution %d could not be graded", case, solution)
-                result, again = CaseResult(Verdict.INFRA, f"{type(error).__name__}: {error}"), False
-            agenda.note(solution, case, result, again=again)
+            if self._streak.may_try(time.monotonic()):
+                result = await self._result(solutions[solution], case)
+            else:
+                result = CaseResult(Verdict.INFRA, f"not tried: the last {self._streak.length} came to nothing")
+            agenda.note(solution, case, result)
+
+    async def _result(self, solution: Solution, case: int) -> CaseResult:
+        try:
+            result = await self._run(solution, solution.cases[case])
+            self._streak.note(False)
+            return result
+        except InfraFault as fault:
+            self._streak.note(not isinstance(fault, SandboxRefused))  # which is this request's alone
+            return self._fault(fault)
+        except Exception as error:  # a fault of ours: it mustn't cost the others their grades, nor this one a 0
+            logger.exception("Case %d could not be graded", case)
+            return CaseResult(Verdict.INFRA, f"{type(error).__name__}: {error}")
 
     async def _run(self, solution: Solution, case: Case) -> CaseResult:
         run = solution.begin(case)
-        execution, waited = await self.runner.run(
+        execution, waited, _ = await self.runner.run(
             run.code, solution.language, stdin=run.stdin, run_timeout=solution.timeout
         )
         verdict, detail = judge(case, run, execution, self.settings.float_tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from hashlib import blake2b
 from io import BytesIO
-from math import isnan
+from math import inf, isnan
 from typing import TypeVar
 
 import aiohttp
@@ -39,6 +40,11 @@ ATTEMPTS = 100
 """To get through: some four minutes of them. Where the deadline is nearer, it decides."""
 RUN_ATTEMPTS = 3
 """Of those that may have begun the program: it could be one that kills every server it meets."""
+REMEDIES = {
+    401: "Is the token right? (TOOLROLL_SANDBOX_TOKEN)",
+    403: "Is the token right? (TOOLROLL_SANDBOX_TOKEN)",
+    404: "Is that the URL of a sandbox?",
+}
 ANSWER_LIMIT = 256 * 2**20
 """Bytes; servers cap output and files far below."""
 
@@ -63,6 +69,8 @@ class Endpoint:
     url: str
     outstanding: int = 0
     rests_until: float = 0.0
+    is_down: bool = False
+    """As far as is known. It is said once, and not again before it was up."""
 
 
 class Pool:
@@ -77,6 +85,14 @@ class Pool:
             auto_decompress=False,  # so that a small answer can't unfold into a huge one
         )
         self.keeper = _keep(self.session)
+
+    def session_endpoint(self, name: str) -> Endpoint:
+        """Where a session is, by rendezvous hashing.
+
+        Who has the same endpoints finds the same one, in any process, and a further endpoint moves no sessions but
+        those that it gets.
+        """
+        return max(self.endpoints, key=lambda one: blake2b(f"{name} {one.url}".encode()).digest())
 
 
 async def _keep(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
@@ -97,11 +113,15 @@ class Call:
         deadline: float | None,
         *,
         begin_by: float | None = None,
+        patience: float = inf,
         session_id: str | None = None,
         method: str = "",
     ) -> None:
         self.path, self.body, self.session_id = path, body, session_id
         self.method = method or ("GET" if body is None else "POST")
+        self.patience = patience
+        self.down_since: float | None = None
+        """Since when every attempt has met an endpoint that is down."""
         self.began = time.monotonic()
         self.deadline = self.began + PROBE_TIME if deadline is None else deadline
         self.begin_by = self.deadline if begin_by is None else min(begin_by, self.deadline)
@@ -128,21 +148,18 @@ class Call:
         self.tried[endpoint.url] += 1
         endpoint.outstanding += 1
         try:
-            return parse(await self.exchange(pool.session), self)
+            answer = parse(await self.exchange(pool.session), self)
+            endpoint.is_down = False
+            return answer
         except (aiohttp.ClientError, OSError, ValueError, Failure) as error:
             raise self.note(_failure_of(error), pool) from None
         finally:
             endpoint.outstanding -= 1
 
     def pick(self, pool: Pool) -> Endpoint:
-        """Where the next attempt goes.
-
-        A session's go to one endpoint, by rendezvous hashing: who has the same endpoints finds the same one, in any
-        process, and a further endpoint moves no sessions but those that it gets.
-        """
+        """Where the next attempt goes."""
         if self.session_id is not None:
-            name = self.session_id
-            return max(pool.endpoints, key=lambda one: blake2b(f"{name} {one.url}".encode()).digest())
+            return pool.session_endpoint(self.session_id)
         now, tie = time.monotonic(), random.random
         return min(
             pool.endpoints, key=lambda one: (max(one.rests_until, now), self.tried[one.url], one.outstanding, tie())
@@ -177,7 +194,7 @@ class Call:
         if status in (429, 502, 503, 504):
             return Failure(said, again=True, down=status != 429, retry_after=_seconds(retry_after))
         if 400 <= status < 500:
-            remedy = "Is the token right?" if status in (401, 403) else "It would be refused again: change the request."
+            remedy = REMEDIES.get(status, "It would be refused again: change the request.")
             return SandboxRefused(f"{self.endpoint.url}{self.path} {said}. {remedy}")
         return Failure(said)
 
@@ -186,8 +203,10 @@ class Call:
         self.failure = failure
         self.begun += failure.begun
         now, endpoint = time.monotonic(), self.endpoint
-        level = logging.WARNING if failure.down and endpoint.rests_until <= now else logging.DEBUG
+        level = logging.WARNING if failure.down and not endpoint.is_down else logging.DEBUG
         logger.log(level, "%s: %s (attempt %d)", endpoint.url, failure.what, self.tried.total())
+        endpoint.is_down |= failure.down
+        self.down_since = (self.down_since or now) if failure.down else None
         rest = max(COOL_DOWN if failure.down else 0.0, min(failure.retry_after or 0.0, LONGEST_REST))
         endpoint.rests_until = max(endpoint.rests_until, now + rest)
         self.elsewhere = self.session_id is None and any(one.rests_until <= now for one in pool.endpoints)
@@ -201,6 +220,8 @@ class Call:
 
     def stop(self, state: RetryCallState) -> bool:
         """Whether there is no next attempt."""
+        if self.down_since is not None and time.monotonic() - self.down_since > self.patience:
+            return True
         return (
             self.tried.total() >= ATTEMPTS or self.begun >= RUN_ATTEMPTS or state.upcoming_sleep >= self.time_to_begin
         )
@@ -225,7 +246,9 @@ def _failure_of(error: Exception) -> Failure:
         case Failure():
             return error
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
-            return Failure(f"can't be reached: {said}", again=True, down=True)
+            number = getattr(error, "errno", None)
+            why = os.strerror(number) if number else said
+            return Failure(f"can't be reached: {why}. Is a sandbox running there?", again=True, down=True)
         case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError():
             return Failure(f"the connection broke: {said}", again=True, begun=True)
     return Failure(f"that is no sandbox's answer: {said}")

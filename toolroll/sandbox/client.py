@@ -19,6 +19,7 @@ import asyncio
 import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any, Self, TypeVar
 from uuid import uuid4
 
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 QUEUE_ALLOWANCE = 30.0
 """Seconds to wait for a turn, where no deadline says: a burst works itself off."""
+NAMES_TRIED = 32
+"""For a session at an endpoint that is up; where most are down, it may still be at one of them."""
 MARGIN = 5.0
 """Seconds beyond the program's own limits: to start it, to end it, and for the way there and back."""
 
@@ -80,6 +83,7 @@ class SandboxClient:
         show_value: bool = False,
         deadline: float | None = None,
         begin_by: float | None = None,
+        patience: float = inf,
     ) -> Execution:
         """Run a program.
 
@@ -92,13 +96,14 @@ class SandboxClient:
                 the program, and half a minute for its turn to come.
             begin_by: After this moment it is neither sent again nor begun by a server that honours it. By default, the
                 deadline.
+            patience: Seconds after which a server that is down all the while isn't tried any more.
         """
         if deadline is None:
             deadline = time.monotonic() + QUEUE_ALLOWANCE + compile_timeout + run_timeout + MARGIN
         texts = {"code": code, "language": language, "stdin": stdin, "session_id": session_id}
         limits = {"compile_timeout": compile_timeout, "run_timeout": run_timeout, "memory_limit_MB": memory_limit_mb}
         request = {**texts, **limits, "show_value": show_value or None}
-        return await self._run("/run_code", request, files, fetch_files, deadline, read_execution, begin_by)
+        return await self._run("/run_code", request, files, fetch_files, deadline, read_execution, begin_by, patience)
 
     async def run_jupyter(
         self,
@@ -117,6 +122,17 @@ class SandboxClient:
         limits = {"cell_timeout": cell_timeout, "total_timeout": total_timeout, "memory_limit_MB": memory_limit_mb}
         request = {"cells": list(cells), **limits}
         return await self._run("/run_jupyter", request, files, fetch_files, deadline, read_notebook)
+
+    def new_session(self) -> str:
+        """A name for a session that nobody else has, at an endpoint that isn't known to be down."""
+        name = uuid4().hex
+        pool = self._pools.get(asyncio.get_running_loop())
+        for _ in range(NAMES_TRIED if pool else 0):
+            assert pool is not None
+            if pool.session_endpoint(name).rests_until <= time.monotonic():
+                break
+            name = uuid4().hex
+        return name
 
     async def end_session(self, session_id: str, *, deadline: float | None = None) -> bool:
         """End a session, and whatever runs in it. Whether there was one. SandboxFusion has none: SandboxRefused."""
@@ -154,6 +170,7 @@ class SandboxClient:
         deadline: float,
         parse: Callable[[bytes, Call], T],
         begin_by: float | None = None,
+        patience: float = inf,
     ) -> T:
         request["files"] = {name: b64encode(content).decode() for name, content in (files or {}).items()}
         request["fetch_files"] = list(fetch_files)
@@ -161,7 +178,8 @@ class SandboxClient:
         request["deadline"] = time.time() + begin_by - time.monotonic()
         request["idempotency_key"] = uuid4().hex
         request = {key: scrub(value) for key, value in request.items() if value is not None}
-        call = Call(path, orjson.dumps(request), deadline, begin_by=begin_by, session_id=request.get("session_id"))
+        body, session_id = orjson.dumps(request), request.get("session_id")
+        call = Call(path, body, deadline, begin_by=begin_by, patience=patience, session_id=session_id)
         return await self._ask(call, parse)
 
     async def _ask(self, call: Call, parse: Callable[[bytes, Call], T]) -> T:

@@ -59,6 +59,8 @@ class Execution(_Result):
     run_result: CommandRunResult | None
     session_is_new: bool | None
     """Whether the session began with this call; None where none was named, or the server has no sessions."""
+    session_died: bool | None
+    """Whether the one before it had ended by its programs' own doing."""
     session_is_over: bool | None
     """Whether the program ended it."""
 
@@ -87,6 +89,7 @@ def read_execution(body: bytes, call: Call) -> Execution:
         compile_result=answer.compile_result,
         run_result=answer.run_result,
         session_is_new=answer.session_is_new,
+        session_died=answer.session_died,
         session_is_over=answer.session_is_over,
         **common,
     )

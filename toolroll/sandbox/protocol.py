@@ -117,6 +117,8 @@ class RunCodeResponse(BaseModel):
     """Ours: seconds that the request waited in the server for its turn."""
     session_is_new: bool | None = None
     """Ours: whether the session began with this request. True where one was expected to exist means that it is lost."""
+    session_died: bool | None = None
+    """Ours: whether a session of this name had ended by its programs' own doing since the request before."""
     session_is_over: bool | None = None
     """Ours: whether the session ended with this request, as where the program killed its own process."""
 

@@ -10,12 +10,12 @@ With `stateful: true` every trajectory has an interpreter of its own, which reme
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from toolroll.errors import PolicyFault, SandboxRefused, did_you_mean
-from toolroll.rewards.fence import unfence
+from toolroll.rewards.fence import language_of, unfence
 from toolroll.runner import CodeRunner, Ran, RunnerSettings
 from toolroll.sandbox.protocol import Language
 from toolroll.schemas import ToolResponse
@@ -33,7 +33,7 @@ class SandboxFusionSettings(ToolSettings, RunnerSettings):
 
     default_timeout: float = Field(default=30, gt=0, allow_inf_nan=False)
     """Seconds for each program."""
-    default_language: Language = "python"
+    default_language: Annotated[Language, BeforeValidator(language_of)] = "python"
     stateful: bool = False
     """Whether variables last from one call of a trajectory to the next. Python only."""
 
@@ -93,10 +93,11 @@ class SandboxFusionTool(BaseTool[Interpreter | None]):
                 show = language == "python"
                 ran = await self._runner.run(code, language, run_timeout=seconds, show_value=show, deadline=deadline)
         except SandboxRefused as error:
-            if language != self.settings.default_language:
+            # Of all that a sandbox may refuse, a language that it hasn't is the one that the model can choose.
+            if language != self.settings.default_language and await self._runner.has(language) is False:
                 raise PolicyFault(f"This sandbox can't run {language}. Use another language.") from error
             raise
-        text = transcript(ran.execution, run_timeout=seconds, memory_limit_mb=self.settings.memory_limit_mb)
+        text = transcript(ran.execution, run_timeout=ran.run_timeout, memory_limit_mb=self.settings.memory_limit_mb)
         return ToolResult(ToolResponse(text=text), None, _metrics(ran))
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -110,9 +111,9 @@ class SandboxFusionTool(BaseTool[Interpreter | None]):
         if len(code) > MOST_CODE:
             raise PolicyFault(f"The program has {len(code)} characters; {MOST_CODE} are the most.")
         chosen = {name: value for name, value in parameters.items() if name in self._offered}
-        language = chosen.get("language", self.settings.default_language)
+        language = language_of(str(chosen.get("language", self.settings.default_language)))
         if language not in LANGUAGES:
-            raise PolicyFault(f"There is no language {language!r:.40}{did_you_mean(str(language), LANGUAGES)}.")
+            raise PolicyFault(f"There is no language {language!r:.40}{did_you_mean(language, LANGUAGES)}.")
         if self.settings.stateful and language != "python":
             raise PolicyFault("This interpreter is Python's.")
         seconds = self.settings.default_timeout

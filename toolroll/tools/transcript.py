@@ -25,7 +25,7 @@ def transcript(execution: Execution, *, run_timeout: float, memory_limit_mb: int
     said = any(parts)
     parts += _notes(execution, run_timeout, memory_limit_mb, said=said)
     if execution.session_is_over:
-        parts.append("[The interpreter ended with it: what earlier programs had defined is gone.]")
+        parts.append("[The interpreter has ended: what earlier programs had defined is gone.]")
     return "\n".join(part for part in parts if part) or "[No output.]"
 
 

@@ -86,9 +86,12 @@ def _compiled(source: bytes, path: str, *, show_value: bool) -> list[types.CodeT
 def _is_silent(last: ast.Expr, source: bytes) -> bool:
     """Whether a last expression isn't shown: behind it stands a semicolon, or it writes, and its value is a length."""
     line = source.splitlines()[(last.end_lineno or 0) - 1]
-    if line[last.end_col_offset :].lstrip().startswith(b";"):
-        return True
-    call = last.value
+    return line[last.end_col_offset :].lstrip().startswith(b";") or writes(last)
+
+
+def writes(last: ast.stmt) -> bool:
+    """Whether a statement is a call of some `write`. Its value is a length, which nobody wants to see."""
+    call = last.value if isinstance(last, ast.Expr) else None
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "write"
 
 

@@ -146,6 +146,7 @@ class Sandbox:
             )
         assert request.session_id is not None
         await self._check_notebook()
+        died = self.sessions.had_died(request.session_id)
         session, is_new = self.sessions.get(request.session_id, request.memory_limit_MB)
         cell = await session.run(request.code, "script", request.run_timeout)
         shown = "".join(f"{one['text/plain']}\n" for one in cell.display if isinstance(one.get("text/plain"), str))
@@ -155,7 +156,7 @@ class Sandbox:
         cell.result.stdout = (cell.result.stdout or "") + shown[:room]
         cell.result.stdout_truncated |= len(shown) > room
         answer = _answer(Finished([cell.result]), compiled=False)
-        answer.session_is_new, answer.session_is_over = is_new, session.is_over
+        answer.session_is_new, answer.session_died, answer.session_is_over = is_new, died, session.is_over
         return answer
 
     async def _check_notebook(self) -> None:

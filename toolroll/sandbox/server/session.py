@@ -46,6 +46,8 @@ MOST_ANSWERED = 64 << 20
 """Bytes of an answer: what is displayed is limited to 16 million characters, of up to four bytes."""
 MOST_PARTS = 4_000_000
 """Of an answer's JSON, about: a bound on what it takes to read it."""
+IN_USE = 1.0
+"""Seconds after a cell for which a session counts as in use: one that others need at once would go to and fro."""
 MOST_ENDED = 10_000
 """Names of ended sessions that are remembered."""
 _DEEPEST = 64
@@ -235,6 +237,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._died: OrderedDict[str, None] = OrderedDict()
 
     def turn(self, name: str) -> asyncio.Lock:
         """To be held while a request of this session is dealt with, and before it takes a place of others."""
@@ -257,14 +260,16 @@ class Sessions:
             return self._begin(name, memory), True
         return session, False
 
+    def had_died(self, name: str) -> bool:
+        """Whether a session of this name had ended by itself: its programs did that. Asked again, it hasn't."""
+        return self._died.pop(name, False) is None
+
     def end(self, name: str) -> bool:
         """End the session of this name, and whatever runs in it. Whether there was one.
 
         The name is remembered, so that a request of the same session which waits for its turn doesn't begin it anew.
         """
-        self._ended[name] = None
-        if len(self._ended) > MOST_ENDED:
-            self._ended.popitem(last=False)
+        _remember(self._ended, name)
         session = self._sessions.pop(name, None)
         if session is not None:
             session.end()
@@ -291,15 +296,28 @@ class Sessions:
     def _make_room(self) -> None:
         if len(self._sessions) < self.most:
             return
-        idle = [(one.last_used, name) for name, one in self._sessions.items() if not self.turn(name).locked()]
+        last = time.monotonic() - IN_USE
+        idle = [
+            (one.last_used, name)
+            for name, one in self._sessions.items()
+            if not self.turn(name).locked() and one.last_used < last
+        ]
         if not idle:
-            raise NoRoom(f"All {self.most} sessions are in use.")
+            raise NoRoom(f"All {self.most} sessions are in use (option --sessions).")
         _, name = min(idle)
         self._sessions.pop(name).end()
 
     def _forget(self, name: str, session: Session) -> None:
+        if session.process.status is not None and not session.process.is_to_end:
+            _remember(self._died, name)
         if self._sessions.get(name) is session:
             del self._sessions[name]
+
+
+def _remember(names: OrderedDict[str, None], name: str) -> None:
+    names[name] = None
+    if len(names) > MOST_ENDED:
+        names.popitem(last=False)
 
 
 class Ended(Exception):

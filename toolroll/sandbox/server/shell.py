@@ -6,11 +6,14 @@ and in all of 9.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import subprocess
 import sys
 from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from toolroll.sandbox.server import program
 
 if TYPE_CHECKING:
     from toolroll.sandbox.server.cells import Cells
@@ -40,8 +43,20 @@ def new_shell(cells: Cells) -> Any:
         exiter=Exit(),  # type: ignore[no-untyped-call]
     )
     shell.db = {}
+    shell.ast_transformers.append(_Unshown())
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 99)  # type: ignore[no-untyped-call]
     return shell
+
+
+class _Unshown(ast.NodeTransformer):
+    """Keeps the value of a last `….write(…)` from being shown."""
+
+    def visit_Module(self, module: ast.Module) -> ast.Module:
+        if module.body and program.writes(last := module.body[-1]):
+            assert isinstance(last, ast.Expr)
+            unshown = ast.Assign([ast.Name("_", ast.Store())], last.value)
+            module.body[-1] = ast.fix_missing_locations(ast.copy_location(unshown, last))
+        return module
 
 
 def _shell_class(cells: Cells) -> Any:
