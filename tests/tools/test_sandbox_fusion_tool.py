@@ -488,11 +488,11 @@ async def test_who_leaves_at_the_deadline_leaves_the_slot_to_the_sandbox_until_i
 
 async def test_an_endless_program_is_the_models_fault_however_near_the_deadline_is(tool: SandboxFusionTool) -> None:
     began = time.monotonic()
-    result = await call(tool, "print('so far', flush=True)\nwhile True: pass", within=1.5)
-    assert time.monotonic() - began < 1.5
+    result = await call(tool, "print('so far', flush=True)\nwhile True: pass", within=4)
+    assert time.monotonic() - began < 4
     assert result.metrics["outcome"] == "timeout"
     assert str(result.response.text).startswith("so far\n")
-    assert re.search(r"longer than 1\.\d+ s", str(result.response.text)), "what it really had"
+    assert str(result.response.text).endswith("it took longer than 3 s.]"), "what it really had"
 
 
 async def test_time_that_the_wait_for_a_slot_took_is_not_the_models_fault(sandbox_url: str) -> None:

@@ -44,7 +44,7 @@ def _notes(execution: Execution, run_timeout: float, memory_limit_mb: int | None
         case Outcome.OK:
             return []
         case Outcome.TIMEOUT:
-            return [f"[The program was stopped: it took longer than {run_timeout:g} s.{so_far}]"]
+            return [f"[The program was stopped: it took longer than {run_timeout:.3g} s.{so_far}]"]
         case Outcome.OUT_OF_MEMORY:
             limit = f" of {memory_limit_mb} MB" if memory_limit_mb else ""
             return [f"[The program was stopped: it reached its memory limit{limit}.{so_far}]"]
