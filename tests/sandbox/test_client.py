@@ -567,8 +567,10 @@ async def test_a_client_that_is_dropped_closes_its_connections() -> None:
     async with FaultServer() as server:
         client = SandboxClient(server.url)
         await client.run("1")
+        assert server.open == 1
         del client
         await server.all_closed()
+        assert server.open == 0
 
 
 async def test_a_client_pickles() -> None:

@@ -57,11 +57,6 @@ class ToolInstance:
         self._open = False
         self._releasing: asyncio.Task[None] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it was begun and not yet ended."""
-        return self._open
-
     async def __aenter__(self) -> Self:
         if self._open or self._releasing is not None:
             raise ToolContractError(
