@@ -22,6 +22,7 @@ bench:
 	$(BIN)python benchmarks/limiter.py --quick --json
 	$(BIN)python benchmarks/sandbox.py --quick --json
 	$(BIN)python benchmarks/rewards.py --quick --json
+	$(BIN)python benchmarks/rollout.py --quick --json
 
 build:
 	$(BIN)python -m build

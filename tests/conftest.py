@@ -3,11 +3,15 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import toolroll
+
+if TYPE_CHECKING:
+    from rollout.real_engine import RealEngine
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +43,15 @@ def cluster() -> Iterator[str]:
     yield os.environ["RAY_ADDRESS"]
     ray.shutdown()
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def sglang() -> Iterator["RealEngine"]:
+    """A real SGLang with a real model: one for all tests. Where it can't be made, they fail."""
+    from rollout.real_engine import real_engine
+
+    with real_engine() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import doc_page
 import pytest
+from rollout.real_engine import RealEngine
 
 PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-interpreter.md", "docs/rewards.md"]
 
@@ -12,6 +13,14 @@ PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-inter
 def _sandbox(sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sandbox that a page has the reader start."""
     monkeypatch.setenv("SANDBOX_FUSION_URL", sandbox_url)
+
+
+def test_files_and_commands_of_the_page_on_rollouts(
+    root: Path, tmp_path: Path, sglang: RealEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_URL", sglang.url)
+    monkeypatch.setenv("MODEL", str(sglang.model_dir))
+    test_files_and_commands_of_a_page("docs/rollout.md", root, tmp_path)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolroll.errors import ConfigError, Fault, InfraFault, PolicyFault, fault_of
     from toolroll.limiter.limiter import Limiter, LocalLimiter, get_limiter
+    from toolroll.rollout.limits import Limits
+    from toolroll.rollout.reward import RewardRule
+    from toolroll.rollout.rollout import Rollout
+    from toolroll.rollout.trajectory import Trajectory
     from toolroll.sandbox.client import SandboxClient
     from toolroll.schemas import Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
     from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
 _HOME = {
     "toolroll.errors": ["ConfigError", "Fault", "InfraFault", "PolicyFault", "fault_of"],
     "toolroll.limiter.limiter": ["Limiter", "LocalLimiter", "get_limiter"],
+    "toolroll.rollout.limits": ["Limits"],
+    "toolroll.rollout.reward": ["RewardRule"],
+    "toolroll.rollout.rollout": ["Rollout"],
+    "toolroll.rollout.trajectory": ["Trajectory"],
     "toolroll.sandbox.client": ["SandboxClient"],
     "toolroll.schemas": ["Message", "OpenAIFunctionToolSchema", "ToolCall", "ToolResponse"],
     "toolroll.tools.base_tool": ["BaseTool", "ToolResult", "ToolSettings"],
@@ -37,10 +45,13 @@ __all__ = [
     "Hidden",
     "InfraFault",
     "Limiter",
+    "Limits",
     "LocalLimiter",
     "Message",
     "OpenAIFunctionToolSchema",
     "PolicyFault",
+    "RewardRule",
+    "Rollout",
     "SandboxClient",
     "SandboxFusionTool",
     "ToolCall",
@@ -48,6 +59,7 @@ __all__ = [
     "ToolResponse",
     "ToolResult",
     "ToolSettings",
+    "Trajectory",
     "fault_of",
     "get_limiter",
     "initialize_tools_from_config",

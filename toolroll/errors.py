@@ -85,6 +85,17 @@ class SandboxRefused(InfraFault):
     """The sandbox won't have this request, however often it is sent: a limit, a missing language, a wrong token."""
 
 
+class EngineUnavailable(InfraFault):
+    """The inference engine could not be reached, was full, or failed, until the retries or the deadline ran out."""
+
+
+class EngineRefused(InfraFault):
+    """The inference engine won't have this request, however often it is sent: too long a prompt, a wrong parameter."""
+
+    status: int | None = None
+    """The HTTP status; None where it wasn't even sent."""
+
+
 class ToolContractError(InfraFault):
     """A tool did what BaseTool forbids, e.g. returned a reward that is no number. Its author has to mend it."""
 

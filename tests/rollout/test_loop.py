@@ -1,0 +1,510 @@
+"""The loop, driven through every path by a scripted engine: the words are known, the tokens and the tools are real."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout import small_tokenizer
+from toolroll import BaseTool, InfraFault, PolicyFault, SandboxFusionTool, ToolResponse, ToolResult, tool
+from toolroll.rollout.engines.scripted import ScriptedEngine
+from toolroll.rollout.limits import Limits
+from toolroll.rollout.rendering import Rendering, load_rendering
+from toolroll.rollout.reward import RewardRule
+from toolroll.rollout.rollout import Rollout
+from toolroll.rollout.tokens import Author
+from toolroll.rollout.trajectory import Fidelity, FinishReason, Trajectory
+
+QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Counting(BaseTool[list[str]]):
+    """A tool that knows how often it was created and released."""
+
+    default_schema = {  # noqa: RUF012
+        "type": "function",
+        "function": {
+            "name": "count",
+            "description": "Count.",
+            "parameters": {"type": "object", "properties": {"to": {"type": "integer"}}, "required": ["to"]},
+        },
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        self.seen["created"] += 1
+        return await super().create(instance_id, **kwargs)
+
+    def new_state(self, **create_kwargs: Any) -> list[str]:
+        return [repr(create_kwargs)]
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
+        self.state(instance_id)
+        to = parameters["to"]
+        if to < 0:
+            raise PolicyFault("Count up, not down.")
+        if to == 13:
+            raise InfraFault("the abacus is broken")
+        if to == 14:
+            await asyncio.sleep(60)
+        words = " ".join(str(number) for number in range(1, to + 1))
+        return ToolResult(ToolResponse(text=words), 0.5, {"stop": to == 99, "kwargs": sorted(kwargs)})
+
+    async def calc_reward(self, instance_id: str, bonus: float = 0.0, **kwargs: Any) -> float:
+        self.seen["rewarded"] += 1
+        return 2.0 + bonus
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.seen["released"] += 1
+        await super().release(instance_id)
+
+
+class Model:
+    """A model that says what it is told to, turn by turn."""
+
+    def __init__(self, tokenizer: Any, rendering: Rendering) -> None:
+        self.tokenizer, self.rendering = tokenizer, rendering
+
+    def ids(self, text: str, *, stop: bool = True) -> list[int]:
+        encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return encoded + [self.rendering.stop_ids[0]] * stop
+
+    def engine(self, turns: Sequence[str | list[int]], **more: Any) -> ScriptedEngine:
+        return ScriptedEngine([turn if isinstance(turn, list) else self.ids(turn) for turn in turns], **more)
+
+    async def run(
+        self, turns: Sequence[str | list[int]], tools: Sequence[BaseTool[Any]] = (), **more: Any
+    ) -> Trajectory:
+        engine = more.pop("engine", None) or self.engine(turns)
+        prompt = more.pop("prompt", {"prompt": QUESTION})
+        rollout = Rollout(engine=engine, tools=tools, rendering=self.rendering, **more)
+        (trajectory,) = [one async for one in rollout.run([prompt])]
+        check(trajectory)
+        return trajectory
+
+
+def check(trajectory: Trajectory) -> None:
+    """What holds for every trajectory."""
+    for stream in (*trajectory.earlier, trajectory.tokens):
+        assert len(stream.ids) == len(stream.mask) == len(stream.logprobs)
+        for span in stream.spans:
+            assert set(stream.mask[span.start : span.end]) == {int(span.author is Author.MODEL)}
+    if not trajectory.earlier:
+        assert sum(trajectory.tokens.mask) == sum(turn.tokens for turn in trajectory.turns)
+    assert (trajectory.outcome == "infra") >= (trajectory.finish_reason is FinishReason.INFRA)
+    assert (trajectory.rewards.total is None) == (trajectory.outcome == "infra")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return small_tokenizer.make(small_tokenizer.CHATML, small_tokenizer.MARKERS)
+
+
+@pytest.fixture(scope="module")
+def rendering(tokenizer: Any) -> Rendering:
+    return load_rendering(tokenizer, "chatml")
+
+
+@pytest.fixture
+def model(tokenizer: Any, rendering: Rendering) -> Model:
+    return Model(tokenizer, rendering)
+
+
+# The original's test plan
+
+
+async def test_over_size_case(model: Model) -> None:
+    """The engine stops for length: finished, no tool called, two messages."""
+    counting = Counting()
+    long = model.ids(call("count", to=3) + " and so on " * 50, stop=False)
+    trajectory = await model.run([long], [counting], limits=Limits(max_response_len=20))
+    assert trajectory.finish_reason is FinishReason.LENGTH
+    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
+    assert trajectory.calls == []
+    assert trajectory.tokens.response_length == 20
+
+
+async def two_tool_turns(model: Model, url: str, count: int) -> list[Trajectory]:
+    turns = [call("code_interpreter", code="print(6 * 7)"), call("code_interpreter", code="6 *"), "It is 42."]
+    engine = model.engine(turns)
+    rollout = Rollout(engine=engine, tools=[SandboxFusionTool({"sandbox_fusion_url": url})], rendering=model.rendering)
+    trajectories = [one async for one in rollout.run([{"prompt": QUESTION}], n=count)]
+    assert engine.calls == 3 * count
+    return trajectories
+
+
+async def test_tool_call_basic_case(model: Model, sandbox_url: str) -> None:
+    """Two tool turns, then an answer: six messages, two of them the tool's; three calls of the engine."""
+    (trajectory,) = await two_tool_turns(model, sandbox_url, 1)
+    check(trajectory)
+    roles = [message.role for message in trajectory.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2].content == "42"
+    assert "SyntaxError" in str(trajectory.messages[4].content)
+    assert trajectory.messages[5].content == "It is 42."
+    assert (trajectory.finish_reason, trajectory.fidelity) == (FinishReason.STOP, Fidelity.EXACT)
+    assert [one.metrics["outcome"] for one in trajectory.calls] == ["ok", "failed"]
+
+
+async def test_tool_call_batch_case(model: Model, sandbox_url: str) -> None:
+    trajectories = await two_tool_turns(model, sandbox_url, 100)
+    assert len({one.request_id for one in trajectories}) == 100
+    assert sorted(one.sample for one in trajectories) == list(range(100))
+    for one in trajectories:
+        check(one)
+        assert (len(one.messages), one.finish_reason) == (6, FinishReason.STOP)
+        assert one.messages[2].content == "42"
+
+
+# Tokens
+
+
+async def test_the_sampled_ids_are_there_as_they_came_and_all_else_is_masked(model: Model) -> None:
+    turns = [model.ids(call("count", to=2)), model.ids("Done.")]
+    engine = model.engine(turns)
+    trajectory = await model.run(turns, [Counting()], engine=engine)
+    stream = trajectory.tokens
+    sampled = [list(stream.ids[span.start : span.end]) for span in stream.spans if span.author is Author.MODEL]
+    assert sampled == turns
+    assert [span.author for span in stream.spans] == [Author.PROMPT, Author.MODEL, Author.TOOL, Author.MODEL]
+    assert [span.turn for span in stream.spans] == [0, 0, 0, 1]
+    text = model.tokenizer.decode(stream.response_ids)
+    assert "<tool_response>\n1 2\n</tool_response>" in text
+    assert stream.response_logprobs is not None
+    assert trajectory.logprobs_of == engine.logprobs_of
+
+
+# Calls that can't be carried out
+
+
+@pytest.mark.parametrize(
+    ("wrote", "told"),
+    [
+        ("<tool_call>\n{not json}\n</tool_call>", "JSON"),
+        ('<tool_call>\n{"arguments": {}}\n</tool_call>', "name"),
+        (call("cuont", to=1), "did you mean 'count'"),
+        (call("count", to="three"), "'to' must be an integer"),
+        (call("count"), "'to' is missing"),
+        (call("count", to=-1), "Count up, not down."),
+    ],
+)
+async def test_a_call_that_cant_be_carried_out_is_answered_so_that_it_can_be_mended(
+    model: Model, wrote: str, told: str
+) -> None:
+    counting = Counting()
+    trajectory = await model.run([wrote, call("count", to=2), "Done."], [counting])
+    assert trajectory.finish_reason is FinishReason.STOP
+    assert told in str(trajectory.messages[2].content)
+    assert trajectory.calls[0].fault == "policy"
+    assert trajectory.messages[4].content == "1 2", "and the next one is"
+    assert counting.seen == {"created": 1, "rewarded": 1, "released": 1}
+
+
+async def test_calls_too_many_are_answered_too(model: Model) -> None:
+    turns = [call("count", to=1) * 4, call("count", to=2) * 2, call("count", to=3), "Done."]
+    limits = Limits(max_parallel_calls=2, max_tool_calls=3)
+    trajectory = await model.run(turns, [Counting()], limits=limits)
+    answers = [str(message.content) for message in trajectory.messages if message.role == "tool"]
+    assert answers[:2] == ["1", "1"]
+    assert all("no more than 2 are allowed at once" in answer for answer in answers[2:4])
+    assert answers[4] == "1 2"
+    assert all("no more than 3 are allowed in all" in answer for answer in answers[5:])
+    assert [one.fault for one in trajectory.calls] == [None, None, "policy", "policy", None, "policy", "policy"]
+
+
+async def test_calls_of_one_turn_run_at_once(model: Model) -> None:
+    @tool
+    async def wait(seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return f"{seconds}"
+
+    began = time.monotonic()
+    trajectory = await model.run([call("wait", seconds=0.6) + call("wait", seconds=0.3), "Done."], [wait])
+    assert time.monotonic() - began < 0.9
+    assert [message.content for message in trajectory.messages if message.role == "tool"] == ["0.6", "0.3"]
+
+
+async def test_a_long_answer_is_cut_to_a_length_in_tokens(model: Model) -> None:
+    trajectory = await model.run(
+        [call("count", to=500), "Done."], [Counting()], limits=Limits(max_tool_response_tokens=64)
+    )
+    answer = str(trajectory.messages[2].content)
+    assert answer.startswith("1 2 3")
+    assert answer.endswith("500")
+    assert "tokens cut" in answer
+    assert len(model.rendering.encode(answer)) <= 64
+
+
+# Every end
+
+
+async def test_max_turns(model: Model) -> None:
+    counting = Counting()
+    trajectory = await model.run([call("count", to=1)] * 5, [counting], limits=Limits(max_assistant_turns=3))
+    assert trajectory.finish_reason is FinishReason.MAX_TURNS
+    assert (len(trajectory.turns), len(trajectory.calls)) == (3, 2)
+
+
+async def test_tool_stop(model: Model) -> None:
+    trajectory = await model.run([call("count", to=99), "never"], [Counting()])
+    assert trajectory.finish_reason is FinishReason.TOOL_STOP
+    assert trajectory.messages[-1].role == "tool"
+
+
+async def test_a_prompt_that_is_too_long(model: Model) -> None:
+    counting = Counting()
+    trajectory = await model.run(["never"], [counting], limits=Limits(max_prompt_len=3))
+    assert (trajectory.finish_reason, trajectory.turns) == (FinishReason.LENGTH, [])
+    assert "max_prompt_len" in str(trajectory.error)
+    assert counting.seen["released"] == 1
+
+
+async def test_the_answers_of_tools_may_use_up_the_room(model: Model) -> None:
+    trajectory = await model.run([call("count", to=60), "never"], [Counting()], limits=Limits(max_response_len=90))
+    assert (trajectory.finish_reason, len(trajectory.turns)) == (FinishReason.LENGTH, 1)
+
+
+async def test_infra_ends_it_and_is_no_answer(model: Model) -> None:
+    counting = Counting()
+    trajectory = await model.run([call("count", to=13) + call("count", to=14)], [counting])
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.INFRA, "infra")
+    assert trajectory.error == "the abacus is broken"
+    assert trajectory.rewards.total is None
+    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
+    assert counting.seen == {"created": 1, "released": 1}
+
+
+async def test_an_engine_that_fails_is_infra(model: Model) -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise InfraFault("no engine")
+
+    trajectory = await model.run([], [Counting()], engine=Broken([[1]]))
+    assert (trajectory.finish_reason, trajectory.error) == (FinishReason.INFRA, "no engine")
+
+
+async def test_a_fault_of_our_own_is_infra_and_not_a_crash(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise KeyError("surprise")
+
+    trajectory = await model.run([], [Counting()], engine=Odd([[1]]))
+    assert (trajectory.finish_reason, trajectory.error) == (FinishReason.INFRA, "KeyError: 'surprise'")
+    assert "a fault of the rollout's own" in caplog.text
+
+
+async def test_a_call_that_takes_too_long_is_told(model: Model) -> None:
+    limits = Limits(call_timeout=0.2)
+    began = time.monotonic()
+    trajectory = await model.run([call("count", to=14), "Done."], [Counting()], limits=limits)
+    assert time.monotonic() - began < 3
+    assert trajectory.messages[2].content == "The call took longer than 0.2 s and was given up."
+    assert trajectory.finish_reason is FinishReason.STOP
+
+
+async def test_the_time_of_a_turn_ends_in_its_tools(model: Model) -> None:
+    counting = Counting()
+    limits = Limits(call_timeout=0.5, turn_timeout=0.5)
+    began = time.monotonic()
+    trajectory = await model.run([call("count", to=14), "never"], [counting], limits=limits)
+    assert time.monotonic() - began < 2
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.DEADLINE, "ok")
+    assert counting.seen["released"] == 1
+
+
+async def test_the_time_of_a_turn_ends_in_the_engine_and_what_it_has_is_kept(model: Model) -> None:
+    text = model.ids("word " * 200)
+    engine = ScriptedEngine([text], seconds_per_token=0.02)
+    limits = Limits(call_timeout=0.5, turn_timeout=0.5)
+    began = time.monotonic()
+    trajectory = await model.run([], [Counting()], engine=engine, limits=limits)
+    assert time.monotonic() - began < 2
+    assert trajectory.finish_reason is FinishReason.DEADLINE
+    kept = trajectory.tokens.response_ids
+    assert 5 < len(kept) < len(text)
+    assert kept == text[: len(kept)]
+
+
+async def test_the_trajectorys_time(model: Model) -> None:
+    limits = Limits(call_timeout=0.3, turn_timeout=0.3, trajectory_timeout=0.5)
+    engine = ScriptedEngine(lambda *_: model.ids(call("count", to=1)), seconds_per_token=0.005)
+    trajectory = await model.run([], [Counting()], engine=engine, limits=limits)
+    assert trajectory.finish_reason is FinishReason.DEADLINE
+    assert trajectory.seconds < 2
+
+
+# Rewards and kwargs
+
+
+async def test_rewards_are_composed_by_the_rule(model: Model) -> None:
+    def length(trajectory: Trajectory) -> float:
+        return float(len(trajectory.messages))
+
+    rule = RewardRule(steps=10, tools={"count": 100}, functions={"length": length}, weights={"length": 0.001})
+    kwargs = {"count": {"calc_reward_kwargs": {"bonus": 1.0}, "create_kwargs": {"a": 1}}}
+    prompt = {"prompt": QUESTION, "tools_kwargs": kwargs, "ground_truth": "42"}
+    turns = [call("count", to=1) * 2, call("count", to=2), "Done."]
+    trajectory = await model.run(turns, [Counting()], prompt=prompt, rewards=rule)
+    rewards = trajectory.rewards
+    assert (rewards.steps, rewards.tools, rewards.functions) == ((1.0, 0.5, 0.0), {"count": 3.0}, {"length": 7.0})
+    assert rewards.total == pytest.approx(10 * 1.5 + 100 * 3 + 0.007)
+    assert trajectory.extra == {"ground_truth": "42"}
+
+
+async def test_execute_gets_its_kwargs_and_a_deadline(model: Model) -> None:
+    prompt = {"prompt": QUESTION, "tools_kwargs": {"count": {"execute_kwargs": {"hint": 1}}}}
+    trajectory = await model.run([call("count", to=1), "Done."], [Counting()], prompt=prompt)
+    assert trajectory.calls[0].metrics["kwargs"] == ["deadline", "hint"]
+
+
+async def test_a_reward_function_that_breaks_is_infra(model: Model) -> None:
+    rule = RewardRule(functions={"judge": lambda _: 1 / 0})
+    trajectory = await model.run(["Done."], [Counting()], rewards=rule)
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.STOP, "infra")
+    assert "'judge' failed" in str(trajectory.error)
+
+
+# Abort and resume
+
+
+async def test_abort_keeps_what_was_sampled_and_resume_goes_on_from_there(model: Model) -> None:
+    text = model.ids("word " * 60)
+    counting = Counting()
+    engine = ScriptedEngine([text], seconds_per_token=0.01, weight_version="1")
+    rollout = Rollout(engine=engine, tools=[counting], rendering=model.rendering)
+    gathering = asyncio.create_task(_collect(rollout, 20))
+    await asyncio.sleep(0.3)
+    began = time.monotonic()
+    await rollout.abort()
+    assert time.monotonic() - began < 1
+    assert engine.in_flight == 0
+    await asyncio.sleep(0.3)
+    assert engine.in_flight == 0, "and nothing begins"
+    engine.weight_version = "2"
+    rollout.resume()
+    for trajectory in await gathering:
+        check(trajectory)
+        assert trajectory.finish_reason is FinishReason.STOP
+        assert trajectory.tokens.response_ids == text, "nothing lost, nothing twice"
+        versions = [span.weight_version for span in trajectory.tokens.spans if span.author is Author.MODEL]
+        assert versions == ["1", "2"]
+        assert {span.turn for span in trajectory.tokens.spans} == {0}
+    assert counting.seen == {"created": 20, "rewarded": 20, "released": 20}
+
+
+async def _collect(rollout: Rollout, count: int) -> list[Trajectory]:
+    return [one async for one in rollout.run([{"prompt": QUESTION}], n=count)]
+
+
+async def test_a_pause_costs_no_deadline(model: Model) -> None:
+    engine = ScriptedEngine([model.ids("word " * 30)], seconds_per_token=0.01)
+    limits = Limits(call_timeout=0.9, turn_timeout=0.9, trajectory_timeout=0.9)
+    rollout = Rollout(engine=engine, rendering=model.rendering, limits=limits)
+    gathering = asyncio.create_task(_collect(rollout, 3))
+    await asyncio.sleep(0.1)
+    await rollout.abort()
+    await asyncio.sleep(1.2)
+    rollout.resume()
+    assert {one.finish_reason for one in await gathering} == {FinishReason.STOP}
+
+
+async def test_an_abort_that_nobody_here_asked_for_is_an_end(model: Model) -> None:
+    engine = ScriptedEngine([model.ids("word " * 100)], seconds_per_token=0.01)
+    rollout = Rollout(engine=engine, rendering=model.rendering)
+    gathering = asyncio.create_task(_collect(rollout, 1))
+    await asyncio.sleep(0.2)
+    for request_id in list(engine.running):
+        await engine.abort(request_id)
+    (trajectory,) = await gathering
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.ABORTED, "ok")
+    assert trajectory.tokens.response_length > 0
+
+
+async def test_who_leaves_early_leaves_nothing_behind(model: Model) -> None:
+    counting = Counting()
+    engine = ScriptedEngine(lambda *_: model.ids(call("count", to=1)), seconds_per_token=0.001)
+    rollout = Rollout(engine=engine, tools=[counting], rendering=model.rendering, max_in_flight=8)
+    before = len(asyncio.all_tasks())
+    running = rollout.run(({"prompt": QUESTION} for _ in range(10**9)), n=2)
+    taken = [await anext(running) for _ in range(3)]
+    await running.aclose()  # type: ignore[attr-defined]
+    assert len(taken) == 3
+    assert len(asyncio.all_tasks()) == before
+    assert counting.seen["created"] == counting.seen["released"]
+    assert counting.seen["created"] < 30, "a source without end is read no faster than it is worked off"
+
+
+async def test_a_prompt_that_cant_be_used_is_named(model: Model) -> None:
+    rollout = Rollout(engine=model.engine(["Done."]), rendering=model.rendering)
+    with pytest.raises(Exception, match="Prompt 1 can't be used"):
+        [one async for one in rollout.run([{"prompt": QUESTION}, {"question": "?"}])]
+
+
+# Whatever the model emits
+
+
+PIECES = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_response>",
+            "<think>",
+            "</think>",
+            "<|im_start|>",
+            '\n{"name": "count", "arguments": {"to": 2}}\n',
+            '{"name": "count", "arguments": {"to": "x"}}',
+            '{"name": "nope", "arguments": {}}',
+            '{"name": "count", "arguments": [1]}',
+            '{"name": "count"',
+            "\\ud800",
+            "é中🎉",
+        ]
+    ),
+)
+TURN = st.tuples(st.lists(PIECES, max_size=8), st.booleans(), st.lists(st.integers(0, 10**6), max_size=5))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(turns=st.lists(TURN, min_size=1, max_size=4), most=st.integers(5, 400))
+def test_whatever_the_model_emits_the_loop_ends_and_the_promises_hold(
+    model: Model, turns: list[tuple[list[str], bool, list[int]]], most: int
+) -> None:
+    size = model.rendering.vocab_size
+
+    def ids(pieces: list[str], stop: bool, random: list[int]) -> list[int]:
+        text = "".join(pieces).encode("utf-8", "replace").decode()
+        made = model.ids(text, stop=False) + [number % size for number in random]
+        return made + [model.rendering.stop_ids[0]] * stop or [0]
+
+    counting = Counting()
+    scripted = [ids(*turn) for turn in turns]
+    limits = Limits(max_response_len=most, max_assistant_turns=6)
+    trajectory = asyncio.run(
+        model.run(
+            [], [counting], engine=ScriptedEngine(lambda _, __, turn: scripted[turn % len(scripted)]), limits=limits
+        )
+    )
+    assert trajectory.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.MAX_TURNS)
+    assert counting.seen["created"] == counting.seen["released"] == 1
+    assert trajectory.tokens.response_length <= most or not trajectory.turns or trajectory.calls
+    assert len(trajectory.turns) <= 6

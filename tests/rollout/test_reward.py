@@ -1,0 +1,47 @@
+"""How a trajectory's reward is composed."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolroll.errors import InfraFault
+from toolroll.rollout.reward import RewardRule
+from toolroll.rollout.trajectory import Rewards
+
+NUMBERS = st.floats(-100, 100)
+
+
+@given(
+    steps=st.lists(NUMBERS, max_size=5),
+    tools=st.dictionaries(st.sampled_from("abc"), NUMBERS),
+    functions=st.dictionaries(st.sampled_from("xyz"), st.none() | NUMBERS),
+    weight=NUMBERS,
+)
+def test_the_rule(
+    steps: list[float], tools: dict[str, float], functions: dict[str, float | None], weight: float
+) -> None:
+    rule = RewardRule(steps=weight, tools={"a": weight}, weights={"x": weight})
+    total = rule.total(Rewards(total=None, steps=tuple(steps), tools=tools, functions=functions))
+    if None in functions.values():
+        assert total is None
+        return
+    expected = weight * math.fsum(steps)
+    expected += sum((weight if name == "a" else 1) * value for name, value in tools.items())
+    expected += sum((weight if name == "x" else 1) * value for name, value in functions.items() if value is not None)
+    assert total == pytest.approx(expected, abs=1e-6)
+
+
+async def test_functions_may_be_async_and_may_fail() -> None:
+    async def later(_: object) -> float:
+        return 2.0
+
+    async def down(_: object) -> float:
+        raise InfraFault("the judge is down")
+
+    trajectory: object = object()
+    given = await RewardRule(functions={"a": lambda _: 1.0, "b": later, "c": down}).score(trajectory)  # type: ignore[arg-type]
+    assert given == {"a": 1.0, "b": 2.0, "c": None}
+    with pytest.raises(InfraFault, match="'a' failed: ZeroDivisionError"):
+        await RewardRule(functions={"a": lambda _: 1 / 0}).score(trajectory)  # type: ignore[arg-type]

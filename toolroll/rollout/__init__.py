@@ -1,0 +1,1 @@
+"""One conversation, from prompt to trajectory."""

@@ -1,0 +1,1 @@
+"""Inference engines: ids in, ids out."""

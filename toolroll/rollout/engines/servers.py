@@ -1,0 +1,160 @@
+"""Servers: the servers behind an engine, from any event loop.
+
+It keeps a pool of connections per loop, which closes with the engine or the loop, and knows the calls that are on their
+way, so that they can be aborted wherever they are: waiting for a connection, between two attempts, or at a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+from yarl import URL
+
+from toolroll.errors import ConfigError
+from toolroll.rollout.engines.call import Aborted, Call, Notice
+from toolroll.rollout.engines.engine import Finish, Generation, Timings
+from toolroll.rollout.engines.pool import Pool
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 1024
+"""Per server and event loop: more than engines run at a time, so that the queue is theirs."""
+WITHOUT_DEADLINE = 3600.0
+"""Seconds for a call that has none."""
+PROBE_TIME = 10.0
+"""Seconds for a question that samples nothing."""
+ABORT_GRACE = 10.0
+"""Seconds in which a server gives back what an aborted call has. Then it ends without."""
+
+
+class Servers:
+    """The servers behind an engine.
+
+    Args:
+        urls: Base URLs.
+        token: Sent as `Authorization: Bearer …`.
+        max_connections: Per server and event loop; more calls wait.
+    """
+
+    def __init__(self, urls: str | Sequence[str], *, token: str | None, max_connections: int) -> None:
+        self.urls = tuple(dict.fromkeys(map(_base_url, [urls] if isinstance(urls, str) else urls)))
+        if not self.urls:
+            raise ConfigError("An engine needs the URL of a server, e.g. 'http://127.0.0.1:30000'.")
+        if max_connections < 1:
+            raise ConfigError(f"max_connections is {max_connections}; an engine needs one at least.")
+        self.max_connections = max_connections
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._pools: dict[asyncio.AbstractEventLoop, Pool] = {}
+        self._calls: dict[str, set[Call[Any]]] = {}
+
+    async def ask(self, call: Call[T]) -> T:
+        """The answer to a call. Raises EngineRefused or EngineUnavailable."""
+        return await call.run(await self.pool())
+
+    async def generate(self, call: Call[Generation]) -> Generation:
+        """The same for a call that may be aborted. Where that left nothing of it, there are no ids."""
+        same = self._calls.setdefault(call.name, set())
+        same.add(call)
+        try:
+            return await self.ask(call)
+        except Aborted:
+            return Generation(
+                ids=[], logprobs=[], finish=Finish.ABORT, endpoint=call.endpoint, timings=timings_of(call)
+            )
+        finally:
+            same.discard(call)
+            if not same:
+                self._calls.pop(call.name, None)
+
+    async def abort(self, name: str) -> None:
+        """End the calls of this name, with what they have, in ABORT_GRACE seconds at the latest."""
+        pool = await self.pool()
+
+        def tell(calls: list[Call[Any]]) -> None:
+            for call in calls:
+                if notice := call.notice:
+                    pool.notify(call.endpoint, *notice)
+
+        await self._end(self._calls.get(name, ()), tell)
+
+    async def abort_all(self, notice: Notice) -> None:
+        """End all calls, and whatever else the servers run: `notice` tells them to."""
+        pool = await self.pool()
+
+        def tell(calls: list[Call[Any]]) -> None:
+            for url in {call.endpoint for call in calls}:
+                pool.notify(url, *notice)
+
+        calls = [call for calls in self._calls.values() for call in calls]
+        await asyncio.gather(self.everywhere(*notice), self._end(calls, tell))
+
+    async def _end(self, calls: Iterable[Call[Any]], tell: Callable[[list[Call[Any]]], None]) -> None:
+        left, began, pause = list(calls), time.monotonic(), 0.05
+        for call in left:
+            call.loop.call_soon_threadsafe(call.end_in, ABORT_GRACE if call.abort else 0.0)
+        next_time = began
+        while left and (now := time.monotonic()) < began + ABORT_GRACE:
+            if now >= next_time:  # more than once: an abort may overtake its call on the way to the server
+                tell(left)
+                pause *= 2
+                next_time = now + pause
+            await asyncio.sleep(0.02)
+            left = [call for call in left if not call.over]
+
+    async def everywhere(self, path: str, body: dict[str, Any] | None = None) -> dict[str, bool]:
+        """Ask every server, once. Which of them said yes."""
+        pool = await self.pool()
+
+        async def one(url: str) -> bool:
+            try:
+                async with asyncio.timeout(PROBE_TIME):
+                    return await pool.tell(url, path, body) == 200
+            except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+                return False
+
+        return dict(zip(self.urls, await asyncio.gather(*map(one, self.urls)), strict=True))
+
+    async def pool(self) -> Pool:
+        """This event loop's connections."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._pools:
+            for other in list(self._pools):
+                if other.is_closed():
+                    self._pools.pop(other, None)
+            self._pools[loop] = pool = Pool(self.urls, self.max_connections, self._headers)
+            await anext(pool.keeper)
+        return self._pools[loop]
+
+    async def close(self) -> None:
+        """Close this event loop's connections; another's close with it. Used again, it opens new ones."""
+        if pool := self._pools.pop(asyncio.get_running_loop(), None):
+            await pool.keeper.aclose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pools": {}, "_calls": {}}
+
+
+def by(deadline: float | None) -> float:
+    """The deadline, or that of a call without one."""
+    return time.monotonic() + WITHOUT_DEADLINE if deadline is None else deadline
+
+
+def timings_of(call: Call[Any], *, queue: float | None = None, cached_tokens: int | None = None) -> Timings:
+    """What is known of a call that is over."""
+    total, attempts = time.monotonic() - call.began, max(1, call.tried.total())
+    return Timings(total=total, queue=queue, cached_tokens=cached_tokens, attempts=attempts)
+
+
+def _base_url(url: str) -> str:
+    base = url.strip().rstrip("/")
+    try:
+        parsed = URL(base)
+    except ValueError:
+        parsed = URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{url!r} is no server's URL, which is like 'http://127.0.0.1:30000'.")
+    return base
