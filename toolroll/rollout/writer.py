@@ -14,8 +14,9 @@ from toolroll.schemas import Message
 if TYPE_CHECKING:
     from toolroll.rollout.rendering import Parsed
 
-GRACE = 1.0
-"""Seconds beyond its deadline in which an engine or a tool may say itself what came of it."""
+GRACE = 10.0
+"""Seconds beyond its deadline in which an engine or a tool may say itself what came of it: an engine that is told to
+stop first ends what it is computing."""
 
 
 @dataclass(frozen=True)

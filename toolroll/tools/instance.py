@@ -57,6 +57,11 @@ class ToolInstance:
         self._open = False
         self._releasing: asyncio.Task[None] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was created, and not released yet."""
+        return self._open
+
     async def __aenter__(self) -> Self:
         if self._open or self._releasing is not None:
             raise ToolContractError(
