@@ -1,0 +1,89 @@
+"""Tokens on disk: ids and log-probabilities as base64 of little-endian numbers, and the spans, which give the mask.
+
+    {"ids": int32, "logprobs": float32 of the sampled tokens only, or null, "spans": [{"author", "turn", …}, …]}
+
+What is unpacked is bit for bit what was packed, NaN and infinities of log-probabilities too.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolroll.records.json_line import BadLine
+from toolroll.rollout.tokens import Author, Span, TokenStream
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a sample. Ids, mask and log-probabilities are of one length."""
+
+    ids: list[int]
+    mask: list[int]
+    """1 for what the model sampled."""
+    logprobs: list[float] | None
+    """0 where the token wasn't sampled; None where the engine gave none."""
+    spans: list[Span]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that the model could sample."""
+        return self.spans[0].end if self.spans and self.spans[0].author is Author.PROMPT else 0
+
+
+def pack(stream: TokenStream) -> dict[str, Any]:
+    """A stream as it is written."""
+    logprobs = None
+    if stream.has_logprobs:
+        logprobs = array("f")
+        for span in stream.spans:
+            if span.author is Author.MODEL:
+                logprobs += stream.logprobs[span.start : span.end]
+    return {
+        "ids": _base64(array("i", stream.ids)),
+        "logprobs": None if logprobs is None else _base64(logprobs),
+        "spans": stream.spans,
+    }
+
+
+def unpack(packed: Mapping[str, Any]) -> Tokens:
+    """What `pack` wrote. Raises BadLine where it can't be."""
+    try:
+        spans = [Span(Author(span["author"]), *(span[key] for key in SPAN_KEYS)) for span in packed["spans"]]
+        ids = _numbers("i", packed["ids"])
+        sampled = None if packed["logprobs"] is None else _numbers("f", packed["logprobs"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadLine(f"Its tokens can't be read: {type(error).__name__}: {error}.") from error
+    mask, logprobs, taken = [0] * len(ids), [0.0] * len(ids), 0
+    for before, span in zip([None, *spans], spans, strict=False):
+        if span.start != (before.end if before else 0) or not span.start <= span.end <= len(ids):
+            raise BadLine(f"Its tokens can't be read: the span {span.start} to {span.end} is out of place.")
+        if span.author is Author.MODEL:
+            length = span.end - span.start
+            mask[span.start : span.end] = [1] * length
+            if sampled is not None:
+                logprobs[span.start : span.end] = sampled[taken : taken + length].tolist()
+            taken += length
+    if (spans[-1].end if spans else 0) != len(ids) or (sampled is not None and len(sampled) != taken):
+        raise BadLine(f"Its tokens can't be read: {len(ids)} ids and their spans or log-probabilities don't agree.")
+    return Tokens(ids.tolist(), mask, None if sampled is None else logprobs, spans)
+
+
+SPAN_KEYS = ("turn", "start", "end", "weight_version")
+
+
+def _base64(numbers: array[Any]) -> str:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers).decode("ascii")
+
+
+def _numbers(kind: str, text: str) -> array[Any]:
+    numbers: array[Any] = array(kind, base64.b64decode(text, validate=True))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
