@@ -251,7 +251,9 @@ class Shelf:
             except OSError:  # gone since it was listed
                 continue
             found.setdefault(file.name, []).append((file.path, stat))
-            steps[file.name] = steps.get(file.name) or self._steps.get(file.name) or StepFile(file.name, file.step)
+            if file.name not in steps:
+                known = self._steps.get(file.name)
+                steps[file.name] = StepFile(file.name, file.step) if known is None else known
         changed = steps.keys() != self._steps.keys()
         for name, step in steps.items():
             changed |= step._look(found[name])
