@@ -21,9 +21,9 @@ CHATML_END = "<|im_end|>"
 BEGIN = re.compile(r"\A(system|developer|user)\n")
 ROLE = re.compile(r"(?:\A|\n)(system|developer|user|assistant|tool)(?:\n|\Z)")
 THINKING = re.compile(r"\A\s*<think>\n?(.*?)\n?</think>\n*", re.DOTALL)
-ANSWER = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
-ANSWERS = re.compile(rf"(?:{ANSWER.pattern})+\Z", re.DOTALL)
-CALL = re.compile(r"\n?<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
+# No block begins within another: a model that writes the same marker ten thousand times must not cost minutes.
+ANSWER = re.compile(r"<tool_response>\n?((?:(?!<tool_response>).)*?)\n?</tool_response>\s*", re.DOTALL)
+CALL = re.compile(r"\n?<tool_call>\n?((?:(?!<tool_call>).)*?)\n?</tool_call>", re.DOTALL)
 
 
 def messages_of(prompt: str, answer: str) -> list[Message]:
@@ -91,7 +91,7 @@ def _answer_pieces(answer: str) -> list[tuple[str, str]]:
 
 
 def _messages(role: str, text: str) -> list[Message]:
-    if role == "user" and ANSWERS.match(text.strip()):
+    if role == "user" and ANSWER.search(text) and not ANSWER.sub("", text).strip():
         return [{"role": "tool", "content": found[1]} for found in ANSWER.finditer(text)]
     if role != "assistant":
         return [{"role": role, "content": text}]

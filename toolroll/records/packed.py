@@ -8,6 +8,7 @@ What is unpacked is bit for bit what was packed, NaN and infinities of log-proba
 from __future__ import annotations
 
 import base64
+import operator
 import sys
 from array import array
 from collections.abc import Mapping
@@ -53,27 +54,30 @@ def pack(stream: TokenStream) -> dict[str, Any]:
 def unpack(packed: Mapping[str, Any]) -> Tokens:
     """What `pack` wrote. Raises BadLine where it can't be."""
     try:
-        spans = [Span(Author(span["author"]), *(span[key] for key in SPAN_KEYS)) for span in packed["spans"]]
+        spans = [_span(span) for span in packed["spans"]]
         ids = _numbers("i", packed["ids"])
         sampled = None if packed["logprobs"] is None else _numbers("f", packed["logprobs"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadLine(f"Its tokens can't be read: {type(error).__name__}: {error}.") from error
-    mask, logprobs, taken = [0] * len(ids), [0.0] * len(ids), 0
-    for before, span in zip([None, *spans], spans, strict=False):
-        if span.start != (before.end if before else 0) or not span.start <= span.end <= len(ids):
+    mask, logprobs, end, taken = [0] * len(ids), [0.0] * len(ids), 0, 0
+    for span in spans:
+        length = span.end - span.start
+        if span.start != end or length < 0:
             raise BadLine(f"Its tokens can't be read: the span {span.start} to {span.end} is out of place.")
         if span.author is Author.MODEL:
-            length = span.end - span.start
             mask[span.start : span.end] = [1] * length
             if sampled is not None:
                 logprobs[span.start : span.end] = sampled[taken : taken + length].tolist()
             taken += length
-    if (spans[-1].end if spans else 0) != len(ids) or (sampled is not None and len(sampled) != taken):
-        raise BadLine(f"Its tokens can't be read: {len(ids)} ids and their spans or log-probabilities don't agree.")
+        end = span.end
+    if end != len(ids) or (sampled is not None and len(sampled) != taken):
+        raise BadLine("Its tokens can't be read: ids, log-probabilities and spans don't agree on how many there are.")
     return Tokens(ids.tolist(), mask, None if sampled is None else logprobs, spans)
 
 
-SPAN_KEYS = ("turn", "start", "end", "weight_version")
+def _span(written: Mapping[str, Any]) -> Span:
+    turn, start, end = (operator.index(written[key]) for key in ("turn", "start", "end"))
+    return Span(Author(written["author"]), turn, start, end, written["weight_version"])
 
 
 def _base64(numbers: array[Any]) -> str:
