@@ -25,6 +25,8 @@ THINKING = re.compile(r"\A\s*<think>\n?(.*?)\n?</think>\n*", re.DOTALL)
 ANSWER = re.compile(r"<tool_response>\n?((?:(?!<tool_response>).)*?)\n?</tool_response>\s*", re.DOTALL)
 CALL = re.compile(r"\n?<tool_call>\n?((?:(?!<tool_call>).)*?)\n?</tool_call>", re.DOTALL)
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+
 
 def messages_of(prompt: str, answer: str) -> list[Message]:
     """The conversation in a dump's `input` and `output`."""
@@ -125,6 +127,6 @@ def _text(message: Mapping[str, Any]) -> str:
 
 def _json(function: Mapping[str, Any]) -> str:
     try:
-        return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+        return ENCODER.encode({"name": function["name"], "arguments": function["arguments"]})
     except RecursionError:
         return f'{{"name": "{function["name"]}"}}'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import operator
+import struct
 import sys
 from array import array
 from collections.abc import Mapping
@@ -45,8 +46,8 @@ def pack(stream: TokenStream) -> dict[str, Any]:
             if span.author is Author.MODEL:
                 logprobs += stream.logprobs[span.start : span.end]
     return {
-        "ids": _base64(array("i", stream.ids)),
-        "logprobs": None if logprobs is None else _base64(logprobs),
+        "ids": _base64(struct.pack(f"<{len(stream)}i", *stream.ids)),
+        "logprobs": None if logprobs is None else _base64(_little(logprobs).tobytes()),
         "spans": stream.spans,
     }
 
@@ -80,14 +81,16 @@ def _span(written: Mapping[str, Any]) -> Span:
     return Span(Author(written["author"]), turn, start, end, written["weight_version"])
 
 
-def _base64(numbers: array[Any]) -> str:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers).decode("ascii")
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def _numbers(kind: str, text: str) -> array[Any]:
-    numbers: array[Any] = array(kind, base64.b64decode(text, validate=True))
+    return _little(array(kind, base64.b64decode(text, validate=True)))
+
+
+def _little(numbers: array[Any]) -> array[Any]:
+    """Between the machine's order of bytes and the file's."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

@@ -25,10 +25,10 @@ import operator
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Union
 
 from toolroll.errors import ConfigError, ToolrollError
 from toolroll.records.append_file import AppendFile
@@ -40,21 +40,24 @@ if TYPE_CHECKING:
     from toolroll.rollout.trajectory import Trajectory
 
 AT_ONCE = 64
-"""Lines that are written together at the most, where many wait."""
-BYTES_AT_ONCE = 4 * 1024 * 1024
-"""Nor more than this, but for a single line."""
+"""Of those who wait, whose lines are written together at the most."""
+BYTES_AT_ONCE = 256 * 1024
+"""Then it is time to write: more would no longer be in the processor's cache, and be slower."""
 OPEN_FILES = 8
 """Steps that are written at the same time are few."""
+
+
+Sample = Union["Trajectory", Mapping[str, Any]]
 
 
 class WriterClosed(ToolrollError):
     """Something was to be written by a RecordWriter that was closed before."""
 
 
-class _Waiting(NamedTuple):
-    """A sample, and who waits for it to be written."""
+class _Batch(NamedTuple):
+    """Samples, and who waits for them to be written."""
 
-    sample: Trajectory | Mapping[str, Any]
+    samples: Sequence[Sample]
     step: int
     gts: Any
     loop: asyncio.AbstractEventLoop
@@ -91,11 +94,11 @@ class RecordWriter:
         self._files: OrderedDict[int, AppendFile] = OrderedDict()
         self._writing = threading.Lock()
         self._starting = threading.Lock()
-        self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._waiting: SimpleQueue[_Batch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    async def write(self, sample: Trajectory | Mapping[str, Any], step: int, *, gts: Any = UNKNOWN) -> None:
+    async def write(self, sample: Sample, step: int, *, gts: Any = UNKNOWN) -> None:
         """Write a trajectory, without keeping the event loop from anything else.
 
         Args:
@@ -103,13 +106,13 @@ class RecordWriter:
             step: The trainer's step.
             gts: The ground truth; by default the prompt's `ground_truth`, or its `reward_model.ground_truth`.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._start()
-        self._waiting.put(_Waiting(sample, operator.index(step), gts, loop, done))
-        await done
+        await self._write_in_thread([sample], step, gts)
 
-    def append(self, sample: Trajectory | Mapping[str, Any], step: int, *, gts: Any = UNKNOWN) -> None:
+    async def write_all(self, samples: Sequence[Sample], step: int) -> None:
+        """The same for many at once, e.g. a step's whole batch. Where one fails, those before it are written."""
+        await self._write_in_thread(samples, step, UNKNOWN)
+
+    def append(self, sample: Sample, step: int, *, gts: Any = UNKNOWN) -> None:
         """The same for code that has no event loop: it returns when it was written."""
         line = self._line(sample, operator.index(step), gts)
         with self._writing:
@@ -143,7 +146,7 @@ class RecordWriter:
     async def __aexit__(self, *why: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _line(self, sample: Trajectory | Mapping[str, Any], step: int, gts: Any) -> bytes:
+    def _line(self, sample: Sample, step: int, gts: Any) -> bytes:
         if isinstance(sample, Mapping):
             return encode(foreign_fields(sample, step, gts))
         return encode(fields_of(sample, step, gts=gts, decode=self._decode, tokens=self._tokens))
@@ -159,49 +162,65 @@ class RecordWriter:
 
     # The thread
 
-    def _start(self) -> None:
-        """Have the thread run. A forked process has none until it writes."""
+    async def _write_in_thread(self, samples: Sequence[Sample], step: int, gts: Any) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        batch = _Batch(samples, operator.index(step), gts, loop, done)
         with self._starting:
             if self._closed:
                 raise WriterClosed(f"The writer of {self.directory} was closed already.")
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None or not self._thread.is_alive():  # a forked process has none
                 self._thread = threading.Thread(target=self._work, name=f"records of {self.directory}", daemon=True)
                 self._thread.start()
+            self._waiting.put(batch)
+        await done
 
     def _work(self) -> None:
-        while (first := self._waiting.get()) is not None:
-            ready: list[tuple[_Waiting, bytes]] = []
-            one: _Waiting | None = first
-            while one is not None:
-                try:
-                    ready.append((one, self._line(one.sample, one.step, one.gts)))
-                except Exception as error:  # of the user's decode, for instance: it is the caller's
-                    _settle([(one, error)])
-                if len(ready) >= AT_ONCE or sum(len(line) for _, line in ready) >= BYTES_AT_ONCE:
-                    break
-                try:
-                    one = self._waiting.get_nowait()
-                except Empty:
-                    break
-            self._write(ready)
-            if one is None:
-                return
+        """What waits is written together: one write, and one word to each event loop, for all of it."""
+        last = False
+        while not last:
+            batches = [self._waiting.get()]
+            while len(batches) < AT_ONCE and batches[-1] is not None and not self._waiting.empty():
+                batches.append(self._waiting.get())
+            last = batches[-1] is None
+            self._write([batch for batch in batches if batch is not None])
 
-    def _write(self, ready: list[tuple[_Waiting, bytes]]) -> None:
-        by_step: dict[int, list[tuple[_Waiting, bytes]]] = {}
-        for waiting, line in ready:
-            by_step.setdefault(waiting.step, []).append((waiting, line))
-        for step, some in by_step.items():
+    def _write(self, batches: list[_Batch]) -> None:
+        failed: list[Exception | None] = [None] * len(batches)
+        lines: dict[int, list[tuple[int, bytes]]] = {}
+        size = 0
+        for place, (samples, step, gts, *_) in enumerate(batches):
+            for sample in samples:
+                try:
+                    line = self._line(sample, step, gts)
+                except Exception as error:  # of the user's decode, for instance: it is the caller's
+                    failed[place] = error
+                    break
+                lines.setdefault(step, []).append((place, line))
+                size += len(line)
+                if size >= BYTES_AT_ONCE:
+                    self._flush(lines, failed)
+                    size = 0
+                if failed[place]:
+                    break
+        self._flush(lines, failed)
+        _settle(batches, failed)
+
+    def _flush(self, lines: dict[int, list[tuple[int, bytes]]], failed: list[Exception | None]) -> None:
+        """Write these lines, and note whose weren't."""
+        for step, some in lines.items():
             with self._writing:
                 written, error = self._file(step).append([line for _, line in some])
-            _settle([(waiting, None if place < written else error) for place, (waiting, _) in enumerate(some)])
+            for place, _ in some[written:]:
+                failed[place] = failed[place] or error
+        lines.clear()
 
 
-def _settle(results: list[tuple[_Waiting, Exception | None]]) -> None:
+def _settle(batches: list[_Batch], failed: list[Exception | None]) -> None:
     """Tell those who wait, each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiting, Exception | None]]] = {}
-    for waiting, error in results:
-        by_loop.setdefault(waiting.loop, []).append((waiting, error))
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Batch, Exception | None]]] = {}
+    for batch, error in zip(batches, failed, strict=True):
+        by_loop.setdefault(batch.loop, []).append((batch, error))
     for loop, some in by_loop.items():
         try:
             loop.call_soon_threadsafe(_tell, some)
@@ -209,13 +228,13 @@ def _settle(results: list[tuple[_Waiting, Exception | None]]) -> None:
             continue
 
 
-def _tell(results: list[tuple[_Waiting, Exception | None]]) -> None:
-    for waiting, error in results:
-        if waiting.done.done():
+def _tell(results: list[tuple[_Batch, Exception | None]]) -> None:
+    for batch, error in results:
+        if batch.done.done():
             continue
         if error is None:
-            waiting.done.set_result(None)
+            batch.done.set_result(None)
         elif isinstance(error, OSError):  # each has one of its own to raise
-            waiting.done.set_exception(OSError(error.errno, error.strerror, error.filename))
+            batch.done.set_exception(OSError(error.errno, error.strerror, error.filename))
         else:
-            waiting.done.set_exception(error)
+            batch.done.set_exception(error)
