@@ -66,7 +66,9 @@ def test_other_templates_give_two_messages() -> None:
     assert turns_and_calls("[INST] Hi [/INST]", "x") == (1, 0)
 
 
-@pytest.mark.parametrize("piece", ["<tool_call>", "<tool_response>", "<tool_response>x</tool_response>", "<think>", "\nuser\n"])
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "<tool_response>", "<tool_response>x</tool_response>", "<think>", "\nuser\n"]
+)
 def test_a_model_that_writes_one_thing_for_ever_takes_no_longer(piece: str) -> None:
     began = time.perf_counter()
     messages_of("user\nHi\nassistant\n", 20_000 * piece + "x")
@@ -76,7 +78,18 @@ def test_a_model_that_writes_one_thing_for_ever_takes_no_longer(piece: str) -> N
 
 PIECES = st.lists(
     st.sampled_from(
-        ["user", "assistant", "tool", "system", "\n", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>"]
+        [
+            "user",
+            "assistant",
+            "tool",
+            "system",
+            "\n",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<think>",
+            "</think>",
+            "<tool_call>",
+        ]
         + ["</tool_call>", "<tool_response>", "</tool_response>", '{"name": "f", "arguments": {}}', "text", " "]
     ),
     max_size=20,

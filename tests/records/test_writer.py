@@ -48,7 +48,9 @@ async def test_many_coroutines_write_each_line_once(tmp_path: Path) -> None:
 
 async def test_a_whole_batch_at_once(tmp_path: Path) -> None:
     async with RecordWriter(tmp_path) as writer:
-        await asyncio.gather(*(writer.write_all([trajectory(number) for number in range(500)], step) for step in (1, 2)))
+        await asyncio.gather(
+            *(writer.write_all([trajectory(number) for number in range(500)], step) for step in (1, 2))
+        )
         assert ids_of(tmp_path) == 2 * [f"request-{number}" for number in range(500)]
 
 
