@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from toolroll.errors import ConfigError, explain
+from toolroll.rollout.collector import rare_full_collections
 from toolroll.rollout.engines.engine import ChatEngine, TokenEngine
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.loop import RolloutLoop
@@ -159,19 +160,20 @@ class Rollout:
                 finished.put_nowait(None)
 
         feeding = asyncio.create_task(feed())
-        try:
-            while running or not feeding.done() or not finished.empty():
-                task = await finished.get()
-                if task is None:
-                    continue
-                running.discard(task)
-                places.release()
-                yield task.result()
-            await feeding  # what was wrong with the prompts is raised here
-        finally:
-            for left in (feeding, *running):
-                left.cancel()
-            await asyncio.gather(feeding, *running, return_exceptions=True)
+        with rare_full_collections():
+            try:
+                while running or not feeding.done() or not finished.empty():
+                    task = await finished.get()
+                    if task is None:
+                        continue
+                    running.discard(task)
+                    places.release()
+                    yield task.result()
+                await feeding  # what was wrong with the prompts is raised here
+            finally:
+                for left in (feeding, *running):
+                    left.cancel()
+                await asyncio.gather(feeding, *running, return_exceptions=True)
 
     async def _requests(
         self, prompts: Iterable[Any] | AsyncIterable[Any], n: int
