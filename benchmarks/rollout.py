@@ -33,6 +33,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
+from real_engine import real_engine
 
 from toolroll import BaseTool, ToolResponse, ToolResult
 from toolroll.rollout.engines.engine import Finish, Generation
@@ -254,9 +255,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds against the engine")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from rollout.real_engine import real_engine
-
     with real_engine() as engine:
         figures = uvloop.run(measure(options.quick, engine.url, str(engine.model_dir)))
     broken = [name for name, holds in BOUNDS.items() if not holds(figures[name])]

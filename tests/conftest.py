@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 import toolroll
 
 if TYPE_CHECKING:
-    from rollout.real_engine import RealEngine
+    from real_engine import RealEngine
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +48,7 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def sglang() -> Iterator["RealEngine"]:
     """A real SGLang with a real model: one for all tests. Where it can't be made, they fail."""
-    from rollout.real_engine import real_engine
+    from real_engine import real_engine
 
     with real_engine() as engine:
         yield engine

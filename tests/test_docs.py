@@ -4,7 +4,7 @@ from pathlib import Path
 
 import doc_page
 import pytest
-from rollout.real_engine import RealEngine
+from real_engine import RealEngine
 
 PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-interpreter.md", "docs/rewards.md"]
 

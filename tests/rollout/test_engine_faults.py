@@ -107,11 +107,12 @@ async def test_what_goes_over_the_wire() -> None:
     assert "Authorization: Bearer secret" in server.heads[0]
 
 
-async def test_weights_that_changed_in_between_count_from_the_oldest() -> None:
+async def test_weights_that_changed_in_between_are_told_apart() -> None:
     spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
     body = sampled([5, 2], weight_version="7", weight_versions=spans)
     async with FaultServer([answer(body=body)]) as server, engine_of(server.url) as engine:
-        assert (await generate(engine)).weight_version == "6"
+        generation = await generate(engine)
+    assert [(ids, version) for ids, _, version in generation.by_weights()] == [([5], "6"), ([2], "7")]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from real_engine import RealEngine
 
-from rollout.real_engine import RealEngine
 from toolroll.errors import EngineRefused
 from toolroll.rollout.engines.engine import ChatEngine, Finish, TokenEngine
 from toolroll.rollout.engines.openai import OpenAIEngine

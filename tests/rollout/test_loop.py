@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollout import small_tokenizer
 from toolroll import BaseTool, InfraFault, PolicyFault, SandboxFusionTool, ToolResponse, ToolResult, tool
+from toolroll.rollout.engines.engine import Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.rendering import Rendering, load_rendering
@@ -410,18 +412,32 @@ async def test_abort_keeps_what_was_sampled_and_resume_goes_on_from_there(model:
     assert counting.seen == {"created": 20, "rewarded": 20, "released": 20}
 
 
+async def test_weights_that_change_while_the_engine_writes(model: Model) -> None:
+    class Changing(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+            generation = await super().generate(*args, **kwargs)
+            return replace(generation, weight_version="1", weight_changes=((2, "2"), (3, "3")))
+
+    ids = model.ids("One, two, three, four.")
+    trajectory = await model.run([], engine=Changing([ids]))
+    spans = [span for span in trajectory.tokens.spans if span.author is Author.MODEL]
+    assert [(span.end - span.start, span.weight_version) for span in spans] == [(2, "1"), (1, "2"), (len(ids) - 3, "3")]
+    assert trajectory.tokens.response_ids == ids
+    assert {span.turn for span in spans} == {0}
+
+
 async def _collect(rollout: Rollout, count: int) -> list[Trajectory]:
     return [one async for one in rollout.run([{"prompt": QUESTION}], n=count)]
 
 
 async def test_a_pause_costs_no_deadline(model: Model) -> None:
-    engine = ScriptedEngine([model.ids("word " * 30)], seconds_per_token=0.01)
-    limits = Limits(call_timeout=0.9, turn_timeout=0.9, trajectory_timeout=0.9)
+    engine = ScriptedEngine([model.ids("word " * 20)], seconds_per_token=0.01)
+    limits = Limits(call_timeout=2, turn_timeout=2, trajectory_timeout=2)
     rollout = Rollout(engine=engine, rendering=model.rendering, limits=limits)
     gathering = asyncio.create_task(_collect(rollout, 3))
     await asyncio.sleep(0.1)
     await rollout.abort()
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(2.2)
     rollout.resume()
     assert {one.finish_reason for one in await gathering} == {FinishReason.STOP}
 

@@ -230,6 +230,20 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         load("chatml")
 
 
+def test_settings_reach_the_template_and_the_family() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'loud' if shout else 'quiet' }}"
+    loud = load_rendering(make(chat_template=template), chat_template_kwargs={"shout": True})
+    assert loud.decode(loud.prompt([USER], [])).endswith("loud")
+    plain = load("qwen3")
+    quick = load_rendering(TOKENIZER, "qwen3", chat_template_kwargs={"enable_thinking": False})
+    assert "</think>" in quick.decode(quick.prompt([USER], []))
+    assert "</think>" not in plain.decode(plain.prompt([USER], []))
+    with pytest.raises(ConfigError, match="ChatML has no settings, and chat_template_kwargs has shout"):
+        load_rendering(make(), "chatml", chat_template_kwargs={"shout": True})
+    with pytest.raises(ConfigError, match=r"'qwen3' can't be had(.|\n)*enable_thinkin"):
+        load_rendering(TOKENIZER, "qwen3", chat_template_kwargs={"enable_thinkin": True})
+
+
 def test_a_conversation_that_the_format_refuses() -> None:
     picky = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('No tools!') }}{% endif %}{% endfor %}"
     rendering = load_rendering(make(chat_template=picky))

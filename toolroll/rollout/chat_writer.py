@@ -44,7 +44,12 @@ class ChatWriter:
         left = clock.left()
         with self._pause.generating(number):
             reply = await self._engine.chat(
-                number, request.messages, self._tools, params, deadline=time.monotonic() + left + GRACE
+                number,
+                request.messages,
+                self._tools,
+                params,
+                deadline=time.monotonic() + left + GRACE,
+                affinity=request.request_id,
             )
         record = TurnRecord(
             turn=request.turn, tokens=0, finish=str(reply.finish), weight_version=None, timings=reply.timings

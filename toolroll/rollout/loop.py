@@ -33,7 +33,7 @@ from toolroll.rollout.request import AsyncRolloutRequest, State
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.token_writer import call_id
 from toolroll.rollout.trajectory import CallRecord, FinishReason, Rewards, Trajectory
-from toolroll.rollout.writer import GRACE, Writer, Written
+from toolroll.rollout.writer import Writer, Written
 from toolroll.schemas import Message
 from toolroll.tools.base_tool import BaseTool
 from toolroll.tools.instance import ToolInstance
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from toolroll.rollout.rendering import Parsed
 
 logger = logging.getLogger(__name__)
+
+CALL_GRACE = 1.0
+"""Seconds beyond its deadline in which a tool may say itself what came of it."""
 
 
 class RolloutLoop:
@@ -150,7 +153,7 @@ class RolloutLoop:
             kwargs["deadline"] = time.monotonic() + seconds
         began = time.monotonic()
         try:
-            async with asyncio.timeout(seconds + GRACE):
+            async with asyncio.timeout(seconds + CALL_GRACE):
                 result = await instances[call.name].execute(call.arguments, **kwargs)
             if result.response.image or result.response.video:
                 raise ToolContractError(

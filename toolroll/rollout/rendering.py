@@ -246,7 +246,12 @@ def _mended(messages: list[JsonDict]) -> list[JsonDict]:
     return mended
 
 
-def load_rendering(tokenizer: Any, format: str | None = None, chat_template: str | None = None) -> Rendering:  # noqa: A002
+def load_rendering(
+    tokenizer: Any,
+    format: str | None = None,  # noqa: A002
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Rendering:
     """Find how a model's conversations are written.
 
     Args:
@@ -256,6 +261,7 @@ def load_rendering(tokenizer: Any, format: str | None = None, chat_template: str
             "template" for the tokenizer's own; or the dotted path of a renderer class. By default it is found from the
             tokenizer: by the model's exact name; else ChatML, where the template proves to be that; else the template.
         chat_template: A Jinja template in place of the tokenizer's.
+        chat_template_kwargs: Settings of the template's, or of the family's renderer: `enable_thinking`, say.
     """
     try:
         import renderers  # noqa: F401
@@ -263,10 +269,8 @@ def load_rendering(tokenizer: Any, format: str | None = None, chat_template: str
         raise MissingExtra("renderers", "rollout") from error
     loaded = _load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     vocabulary = Vocabulary(loaded, chat_template)
-    if format is None:
-        name, renderer = _found(vocabulary, chat_template)
-    else:
-        name, renderer = _named(format, vocabulary, chat_template)
+    given = _Given(vocabulary, chat_template, dict(chat_template_kwargs or {}))
+    name, renderer = _found(given) if format is None else _named(format, given)
     rendering = Rendering(name, renderer, vocabulary)
     asked = "asked for" if format else "found from the tokenizer"
     logger.info("conversations are written in the format %s (%s); stop ids %s", name, asked, rendering.stop_ids)
@@ -288,15 +292,33 @@ def _load_tokenizer(path: str | Path) -> Any:
         ) from error
 
 
-def _found(vocabulary: Vocabulary, chat_template: str | None) -> tuple[str, Any]:
+@dataclass(frozen=True)
+class _Given:
+    """What there is to find a renderer from."""
+
+    vocabulary: Vocabulary
+    chat_template: str | None
+    settings: dict[str, Any]
+
+    @property
+    def template(self) -> Any:
+        """The template's renderer; None where there is no template."""
+        from toolroll.rollout.template import TemplateRenderer
+
+        if self.chat_template is None and getattr(self.vocabulary.tokenizer, "chat_template", None) is None:
+            return None
+        return TemplateRenderer(self.vocabulary, self.chat_template, self.settings)
+
+
+def _found(given: _Given) -> tuple[str, Any]:
     from renderers.base import MODEL_RENDERER_MAP
 
     from toolroll.rollout.chatml import END, START
 
+    vocabulary, template = given.vocabulary, given.template
     known = MODEL_RENDERER_MAP.get(str(getattr(vocabulary.tokenizer, "name_or_path", "")))
-    if known is not None and chat_template is None:
-        return _named(known, vocabulary, None)
-    template = _template(vocabulary, chat_template)
+    if known is not None and given.chat_template is None:
+        return _named(known, given)
     if START in vocabulary.marks and END in vocabulary.marks:
         chatml = _chatml(vocabulary, template, None)
         if template is None or _are_alike(chatml, template):
@@ -309,36 +331,31 @@ def _found(vocabulary: Vocabulary, chat_template: str | None) -> tuple[str, Any]
     return "template", template
 
 
-def _named(name: str, vocabulary: Vocabulary, chat_template: str | None) -> tuple[str, Any]:
+def _named(name: str, given: _Given) -> tuple[str, Any]:
     from renderers.base import MODEL_RENDERER_MAP, create_renderer
     from renderers.configs import CustomRendererConfig, config_from_name
 
-    from toolroll.rollout.template import TemplateRenderer
-
     if name in CHATML:
-        return "chatml", _chatml(vocabulary, _template(vocabulary, chat_template), CHATML[name])
+        if given.settings:
+            raise ConfigError(f"ChatML has no settings, and chat_template_kwargs has {', '.join(given.settings)}.")
+        return "chatml", _chatml(given.vocabulary, given.template, CHATML[name])
     if name in TEMPLATE:
-        return "template", TemplateRenderer(vocabulary, chat_template)
+        if given.template is None:
+            raise ConfigError("This tokenizer has no chat template: give one as chat_template, or name a format.")
+        return "template", given.template
     families = set(MODEL_RENDERER_MAP.values())
     if name not in families and "." not in name and ":" not in name:
         known = sorted({*CHATML, *TEMPLATE, *families})
         raise ConfigError(f"There is no format {name!r}{did_you_mean(name, known) or ': ' + ', '.join(known)}.")
     try:
         config = config_from_name(name) if name in families else CustomRendererConfig(import_path=name)
-        return name, create_renderer(vocabulary.tokenizer, config)
+        config = type(config).model_validate({**config.model_dump(), **given.settings})
+        return name, create_renderer(given.vocabulary.tokenizer, config)
     except Exception as error:  # a token that isn't there, a class that isn't, or whatever its own code raises
         raise ConfigError(
             f"The format {name!r} can't be had with this tokenizer: {type(error).__name__}: {error!s:.300}. "
             "Name another, or none to have it found."
         ) from error
-
-
-def _template(vocabulary: Vocabulary, chat_template: str | None) -> Any:
-    from toolroll.rollout.template import TemplateRenderer
-
-    if chat_template is None and getattr(vocabulary.tokenizer, "chat_template", None) is None:
-        return None
-    return TemplateRenderer(vocabulary, chat_template)
 
 
 def _chatml(vocabulary: Vocabulary, template: Any, default_system: str | None) -> Any:

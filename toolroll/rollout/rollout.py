@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from toolroll.errors import ConfigError, explain
+from toolroll.rollout.collector import rare_full_collections
 from toolroll.rollout.engines.engine import ChatEngine, TokenEngine
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.loop import RolloutLoop
@@ -79,7 +80,8 @@ class Rollout:
         tools: A tool config, or tools.
         tokenizer: The model's tokenizer, or where it is; not needed where `rendering` is given.
         model_format: How the model's conversations are written; by default found from the tokenizer.
-        rendering: In place of these two.
+        chat_template_kwargs: Settings of the template's, or of the format's: `enable_thinking`, say.
+        rendering: In place of these three.
         limits: What a trajectory may use.
         sampling_params: As the engine names them; a prompt's own go before these.
         rewards: How rewards are composed.
@@ -93,6 +95,7 @@ class Rollout:
         tools: str | Path | Sequence[BaseTool[Any]] = (),
         tokenizer: Any = None,
         model_format: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         rendering: Rendering | None = None,
         limits: Limits | None = None,
         sampling_params: Mapping[str, Any] | None = None,
@@ -106,13 +109,16 @@ class Rollout:
         self._sampling_params = dict(sampling_params or {})
         self._most = max_in_flight
         self._engine = engine
+        self.rendering: Rendering | None = None
+        """How conversations are written in tokens; None where the engine takes text."""
         writer: Writer
         if isinstance(engine, ChatEngine):
             from toolroll.rollout.chat_writer import ChatWriter
 
             writer = ChatWriter(engine, schemas, self._pause)
         else:
-            writer = TokenWriter(engine, rendering or _rendering(tokenizer, model_format), schemas, self._pause)
+            self.rendering = rendering or _rendering(tokenizer, model_format, chat_template_kwargs)
+            writer = TokenWriter(engine, self.rendering, schemas, self._pause)
         self._loop = RolloutLoop(writer, found, self._pause, rewards)
 
     async def __aenter__(self) -> Self:
@@ -154,19 +160,20 @@ class Rollout:
                 finished.put_nowait(None)
 
         feeding = asyncio.create_task(feed())
-        try:
-            while running or not feeding.done() or not finished.empty():
-                task = await finished.get()
-                if task is None:
-                    continue
-                running.discard(task)
-                places.release()
-                yield task.result()
-            await feeding  # what was wrong with the prompts is raised here
-        finally:
-            for left in (feeding, *running):
-                left.cancel()
-            await asyncio.gather(feeding, *running, return_exceptions=True)
+        with rare_full_collections():
+            try:
+                while running or not feeding.done() or not finished.empty():
+                    task = await finished.get()
+                    if task is None:
+                        continue
+                    running.discard(task)
+                    places.release()
+                    yield task.result()
+                await feeding  # what was wrong with the prompts is raised here
+            finally:
+                for left in (feeding, *running):
+                    left.cancel()
+                await asyncio.gather(feeding, *running, return_exceptions=True)
 
     async def _requests(
         self, prompts: Iterable[Any] | AsyncIterable[Any], n: int
@@ -190,12 +197,12 @@ class Rollout:
             number += 1
 
 
-def _rendering(tokenizer: Any, model_format: str | None) -> Rendering:
+def _rendering(tokenizer: Any, model_format: str | None, settings: Mapping[str, Any] | None) -> Rendering:
     if tokenizer is None:
         raise ConfigError("A Rollout needs a tokenizer, e.g. tokenizer='path/to/the/model', or a rendering.")
     from toolroll.rollout.rendering import load_rendering
 
-    return load_rendering(tokenizer, model_format)
+    return load_rendering(tokenizer, model_format, chat_template_kwargs=settings)
 
 
 async def _each(source: Prompts) -> AsyncIterator[Any]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from renderers.base import ParsedResponse, RenderedTokens
 
-from toolroll.errors import ConfigError
 from toolroll.rollout.chatml import ChatMessage, parse_turn
 from toolroll.rollout.parsed import as_object
 from toolroll.rollout.vocabulary import Vocabulary
@@ -44,11 +43,12 @@ class _Close:
 class TemplateRenderer:
     """Renders by a Jinja template, parses the Hermes form, and goes on where that can be proven."""
 
-    def __init__(self, vocabulary: Vocabulary, chat_template: str | None = None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, chat_template: str | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.vocabulary = vocabulary
         self._template = chat_template
-        if chat_template is None and getattr(vocabulary.tokenizer, "chat_template", None) is None:
-            raise ConfigError("This tokenizer has no chat template: give one as chat_template, or name a format.")
+        self._settings = dict(settings or {})
         self._close = self._find_close()
         eos = vocabulary.tokenizer.eos_token_id
         stops = [self._close.number] if self._close else []
@@ -73,6 +73,7 @@ class TemplateRenderer:
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **self._settings,
         )
         return str(written)
 

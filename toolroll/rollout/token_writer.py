@@ -46,14 +46,15 @@ class TokenWriter:
         if len(request.tokens) == request.turn_start:
             clock.begin_turn()
         generation, in_time = await self._generate(request, clock)
-        tokens, turn, version = request.tokens, request.turn, generation.weight_version
-        tokens.sampled(generation.ids, generation.logprobs, turn=turn, weight_version=version)
+        tokens, turn = request.tokens, request.turn
+        for ids, logprobs, version in generation.by_weights():
+            tokens.sampled(ids, logprobs, turn=turn, weight_version=version)
         request.turns.append(
             TurnRecord(
                 turn=turn,
                 tokens=len(generation.ids),
                 finish=str(generation.finish),
-                weight_version=version,
+                weight_version=generation.weight_version,
                 timings=generation.timings,
             )
         )

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from toolroll.rollout.rendering import Parsed
 
 GRACE = 10.0
-"""Seconds beyond its deadline in which an engine or a tool may say itself what came of it: an engine that is told to
-stop first ends what it is computing."""
+"""Seconds beyond its deadline in which an engine may give what it has: told to stop, it first ends what it computes."""
 
 
 @dataclass(frozen=True)

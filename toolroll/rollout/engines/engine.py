@@ -9,7 +9,7 @@ is tried again where that can help; a cancelled call is aborted at the engine to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -52,9 +52,18 @@ class Generation:
     """Of each id; None where the engine gives none."""
     finish: Finish
     weight_version: str | None = None
-    """Which weights sampled it, by the name that the trainer gave them."""
+    """Which weights sampled it, by the name that the trainer gave them. Where they changed, those of the first id."""
+    weight_changes: tuple[tuple[int, str], ...] = ()
+    """Where they changed on the way: from which of the ids on, and to which."""
     endpoint: str = ""
     timings: Timings = field(default_factory=lambda: Timings(total=0.0))
+
+    def by_weights(self) -> Iterator[tuple[list[int], list[float] | None, str | None]]:
+        """Ids, log-probabilities and weights, in as many parts as there were weights."""
+        parts: list[tuple[int, str | None]] = [(0, self.weight_version), *self.weight_changes]
+        ends = [*(start for start, _ in parts[1:]), len(self.ids)]
+        for (start, version), end in zip(parts, ends, strict=True):
+            yield self.ids[start:end], None if self.logprobs is None else self.logprobs[start:end], version
 
 
 @runtime_checkable
@@ -109,6 +118,7 @@ class ChatEngine(Protocol):
         sampling_params: SamplingParams,
         *,
         deadline: float | None = None,
+        affinity: str | None = None,
     ) -> Reply:
         """Ask for the next message."""
         ...

@@ -53,6 +53,7 @@ class OpenAIEngine:
         sampling_params: SamplingParams,
         *,
         deadline: float | None = None,
+        affinity: str | None = None,
     ) -> Reply:
         """Ask for the next message.
 
@@ -68,7 +69,7 @@ class OpenAIEngine:
         def body(attempt_id: str) -> dict[str, Any]:
             return {"model": self.model, "messages": [_written(message) for message in messages], **params}
 
-        return await self._servers.ask(Call(request_id, "/chat/completions", body, _reply, by(deadline)))
+        return await self._servers.ask(Call(request_id, "/chat/completions", body, _reply, by(deadline), affinity))
 
     async def close(self) -> None:
         """Close the connections of this event loop."""

@@ -41,6 +41,9 @@ def paired(ids: list[int], logprobs: list[float], finish: Finish) -> tuple[list[
     return ids[:whole], logprobs[:whole]
 
 
-def oldest_weights(spans: Sequence[Mapping[str, Any]] | None, latest: str | None = None) -> str | None:
-    """Of the weights that sampled one generation, those of its first token: by these its staleness counts."""
-    return str(spans[0]["version"]) if spans else latest
+def weights_of(spans: Sequence[Mapping[str, Any]] | None, latest: str | None = None) -> dict[str, Any]:
+    """The weights that sampled a generation, as it has them: those of its first token, and where others took over."""
+    if not spans:
+        return {"weight_version": latest}
+    changes = tuple((int(span["start"]), str(span["version"])) for span in spans[1:])
+    return {"weight_version": str(spans[0]["version"]), "weight_changes": changes}

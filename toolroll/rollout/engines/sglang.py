@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeVar
 from toolroll.errors import EngineRefused
 from toolroll.rollout.engines.call import Call, Notice
 from toolroll.rollout.engines.engine import Finish, Generation, SamplingParams
-from toolroll.rollout.engines.sampling import check_ids, most_tokens, oldest_weights, paired
+from toolroll.rollout.engines.sampling import check_ids, most_tokens, paired, weights_of
 from toolroll.rollout.engines.servers import MAX_CONNECTIONS, Servers, by, timings_of
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _generation(answer: Any, call: Call[Any]) -> Generation:
         ids=ids,
         logprobs=logprobs,
         finish=finish,
-        weight_version=oldest_weights(meta.get("weight_versions"), meta.get("weight_version")),
+        **weights_of(meta.get("weight_versions"), meta.get("weight_version")),
         endpoint=call.endpoint,
         timings=timings_of(call, queue=meta.get("queue_time"), cached_tokens=meta.get("cached_tokens")),
     )

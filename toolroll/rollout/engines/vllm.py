@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from toolroll.errors import EngineRefused
 from toolroll.rollout.engines.call import Call, Notice
 from toolroll.rollout.engines.engine import Finish, Generation, SamplingParams
-from toolroll.rollout.engines.sampling import check_ids, most_tokens, oldest_weights, paired
+from toolroll.rollout.engines.sampling import check_ids, most_tokens, paired, weights_of
 from toolroll.rollout.engines.servers import MAX_CONNECTIONS, Servers, by, timings_of
 
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.LENGTH}
@@ -123,7 +123,7 @@ def _read(answer: Any, choice: Any, logprobs: list[float], call: Call[Any]) -> G
         ids=ids,
         logprobs=logprobs,
         finish=finish,
-        weight_version=oldest_weights(choice.get("weight_versions")),
+        **weights_of(choice.get("weight_versions")),
         endpoint=call.endpoint,
         timings=timings_of(call, cached_tokens=details.get("cached_tokens")),
     )

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 STARTS_WITHIN = 300.0
 """Seconds; 25 on two idle cores."""
 FLAGS = {
