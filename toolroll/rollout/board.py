@@ -7,13 +7,14 @@ are the clock, the answers that may have to be given twice, and what is done abo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from toolroll.rollout.dispatch import LEASE, Dispatch, Key, Lost, Piece
-from toolroll.rollout.worker import Orders
+from toolroll.rollout.worker import HEARTBEAT, Orders
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class WorkBoard(Generic[T]):
         heed: What is done with what workers tell of pieces that they did. Called once for each piece.
         done_by: Which pieces a lost worker had committed by then, though it never said so.
         workers: How many are expected.
+        stays_open: Whether more work may come (`add`) when all is done.
     """
 
     def __init__(
@@ -42,12 +44,15 @@ class WorkBoard(Generic[T]):
         done_by: Callable[[Lost[T]], Awaitable[Sequence[tuple[Key, Any]]]] | None = None,
         *,
         workers: int = 1,
+        stays_open: bool = False,
     ) -> None:
         self._dispatch = Dispatch(source, workers=workers)
         self._heed = heed
         self._done_by = done_by
         self._answers: dict[str, tuple[int, Orders[T]]] = {}
+        self._stays_open = stays_open
         self._stopped = False
+        self._news = asyncio.Event()
         self.lost = 0
         """Workers that were lost."""
 
@@ -67,16 +72,27 @@ class WorkBoard(Generic[T]):
         for key, told in done:
             if self._dispatch.done(worker, key):
                 self._heed(key, told)
-        pieces = [] if self._stopped else self._dispatch.take(worker, want, now)
+        pieces = self._pieces(worker, want)
+        if want and not pieces and not self._dispatch.holds(worker) and not self._ends:
+            with contextlib.suppress(TimeoutError):  # it has nothing to do: it is told at once when there is
+                async with asyncio.timeout(HEARTBEAT):
+                    await self._news.wait()
+            pieces = self._pieces(worker, want)
         pace = max(QUICKEST, len(self._dispatch.workers) / WORDS)
-        orders = Orders(pieces, self._stopped or self._dispatch.is_over, pace)
+        orders = Orders(pieces, self._ends, pace)
         self._answers[worker] = number, orders
         return orders
+
+    def add(self, pieces: Iterable[Piece[T]]) -> None:
+        """More work."""
+        self._dispatch.add(pieces)
+        self._wake()
 
     async def leave(self, worker: str) -> None:
         """Say goodbye. What it has is given to others at once."""
         self._dispatch.leave(worker)
         self._answers.pop(worker, None)
+        self._wake()
 
     async def watch(self) -> None:
         """See to workers that are lost, for as long as it runs."""
@@ -90,10 +106,23 @@ class WorkBoard(Generic[T]):
                 for key, told in done:
                     self._heed(key, told)
                 self._dispatch.settle(lost.worker, [key for key, _ in done])
+                self._wake()
 
     def stop(self) -> None:
         """Hand out nothing more: workers end when they have done what they have."""
         self._stopped = True
+        self._wake()
+
+    @property
+    def _ends(self) -> bool:
+        return self._stopped or (self.is_over and not self._stays_open)
+
+    def _pieces(self, worker: str, want: int) -> list[Piece[T]]:
+        return [] if self._stopped else self._dispatch.take(worker, want, time.monotonic())
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:

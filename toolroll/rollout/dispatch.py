@@ -84,6 +84,14 @@ class Dispatch(Generic[T]):
         """Those that aren't lost."""
         return list(self._workers)
 
+    def add(self, pieces: Iterable[Piece[T]]) -> None:
+        """More work, behind what is there."""
+        self._ahead.extend(pieces)
+
+    def holds(self, worker: str) -> int:
+        """How many pieces a worker has."""
+        return len(self._workers[worker].holds) if worker in self._workers else 0
+
     def join(self, worker: str, now: float) -> None:
         """A new worker, under a name that nobody had before."""
         self._workers[worker] = _Worker(now)

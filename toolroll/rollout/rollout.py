@@ -175,26 +175,38 @@ class Rollout:
                     left.cancel()
                 await asyncio.gather(feeding, *running, return_exceptions=True)
 
+    async def sample(self, prompt: Any, *, group: str = "0", sample: int = 0) -> Trajectory:
+        """One trajectory. Raises ConfigError where the prompt can't be used."""
+        return await self._loop.run(self._request(_prompt(prompt, group), sample))
+
     async def _requests(
         self, prompts: Iterable[Any] | AsyncIterable[Any], n: int
     ) -> AsyncIterator[AsyncRolloutRequest]:
         number = 0
         async for given in _each(prompts):
-            try:
-                prompt = given if isinstance(given, Prompt) else Prompt.model_validate(given)
-            except ValidationError as error:
-                raise ConfigError(f"Prompt {number} can't be used: {explain(error)}.") from error
+            prompt = _prompt(given, str(number))
             for sample in range(n):
-                yield AsyncRolloutRequest(
-                    messages=[message.model_copy() for message in prompt.messages],
-                    limits=self.limits,
-                    group=prompt.group if prompt.group is not None else str(number),
-                    sample=sample,
-                    tools_kwargs=prompt.tools_kwargs,
-                    sampling_params={**self._sampling_params, **prompt.sampling_params},
-                    extra=prompt.extra,
-                )
+                yield self._request(prompt, sample)
             number += 1
+
+    def _request(self, prompt: Prompt, sample: int) -> AsyncRolloutRequest:
+        return AsyncRolloutRequest(
+            messages=[message.model_copy() for message in prompt.messages],
+            limits=self.limits,
+            group=prompt.group or "",
+            sample=sample,
+            tools_kwargs=prompt.tools_kwargs,
+            sampling_params={**self._sampling_params, **prompt.sampling_params},
+            extra=prompt.extra,
+        )
+
+
+def _prompt(given: Any, group: str) -> Prompt:
+    try:
+        prompt = given if isinstance(given, Prompt) else Prompt.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(f"Prompt {group} can't be used: {explain(error)}.") from error
+    return prompt if prompt.group is not None else prompt.model_copy(update={"group": group})
 
 
 def _rendering(tokenizer: Any, model_format: str | None, settings: Mapping[str, Any] | None) -> Rendering:
