@@ -35,9 +35,9 @@ def cluster() -> Iterator[str]:
     """A real Ray, with this process as a driver. Its address."""
     import ray
 
-    # Ray's workers and the other drivers must find the peers that the tests compare with.
+    # Ray's workers and the other drivers must find what tests share, and the peers that they compare with.
     patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT / "benchmarks"), prepend=os.pathsep)
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT / "benchmarks")]), prepend=os.pathsep)
     context = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
     patch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
     yield os.environ["RAY_ADDRESS"]

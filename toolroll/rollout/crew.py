@@ -129,9 +129,13 @@ class Crew:
 
     async def work(self) -> None:
         """Until there is nothing left. Raises WorkersFailed where a worker ended with an error of its own."""
-        async with asyncio.TaskGroup() as group:
-            for actor in self._actors:
-                group.create_task(self._keep_at_work(actor))
+        tasks = [asyncio.create_task(self._keep_at_work(actor)) for actor in self._actors]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abort(self) -> None:
         """Stop all generations on all workers, and wait until they have stopped."""
