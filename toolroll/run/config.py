@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,10 +27,13 @@ class _Strict(BaseModel):
 class EngineConfig(_Strict):
     """Where the model is."""
 
-    kind: Literal["sglang", "vllm", "openai"] = "sglang"
+    kind: str = "sglang"
+    """`sglang`, `vllm`, `openai`; or where a class of your own is, e.g. `my.module.MyEngine`."""
     urls: str | list[str]
     model: str | None = None
     """Its name at the server: needed for `openai`, and for `vllm` where it serves several."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What else the engine's class takes: `max_connections`, `logprobs_of`, ….."""
 
 
 class DataConfig(_Strict):
@@ -87,7 +90,7 @@ class RunConfig(_Strict):
     max_in_flight: int = Field(default=256, ge=1)
     """Trajectories at once, per worker."""
     cluster: str | None = None
-    """None: in this process. `auto`: on the Ray cluster that this machine belongs to, or one of its own. Or an address."""
+    """None: in this process. `auto`: on the Ray cluster that this machine is in, or one of its own. Or an address."""
     workers: int | None = Field(default=None, ge=1)
     """On a cluster: how many. By default one for each node."""
 
