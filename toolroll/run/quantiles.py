@@ -59,7 +59,7 @@ class Quantiles:
 
     def quantile(self, part: float) -> float:
         """The number that this part of all doesn't exceed, to 1 %; 0 where there are none."""
-        wanted = math.ceil(part * self.count)
+        wanted = max(1, math.ceil(part * self.count))
         seen = self._zeros
         if wanted <= seen:
             return 0.0

@@ -78,6 +78,10 @@ def _file(path: Path) -> RowFile:
         return ParquetFile(path)
     if path.suffix == ".arrow":
         return ArrowFile(path)
+    if path.suffix == ".json":
+        with path.open("rb") as file:
+            if file.read(BLOCK).lstrip().startswith(b"["):
+                raise ConfigError(f"data.path: {path} is one list. Put a row in each line: jq -c '.[]' {path}")
     if path.name.endswith(SUFFIXES):
         return LinesFile(path)
     raise ConfigError(f"data.path: what is in {path}? The name of its format is missing: {', '.join(SUFFIXES[:5])}.")
@@ -102,20 +106,20 @@ def _saved(place: Path) -> list[RowFile]:
 
 
 class LinesFile:
-    """JSON objects, one in a line. Lines are counted, blank ones too, except at the end of the file."""
+    """JSON objects, one in a line. Blank lines are rows that can't be used, except at the end of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def rows(self, start: int = 0) -> Read:
-        """The rows from number `start` on. Blank lines give none."""
+        """The rows from number `start` on."""
         with self._open() as file:
-            number, length, rest = _skip(file, start)
-            for line in _joined(rest, file):
+            first, length, rest = _skip(file, start)
+            for number, line in enumerate(_joined(rest, file), first):
                 if not line.isspace():
+                    yield from (BadRow(blank, "The line is blank.") for blank in range(max(start, length), number))
                     yield _parsed(number, line)
                     length = number + 1
-                number += 1
             return length
 
     def known_length(self) -> int | None:
@@ -141,15 +145,15 @@ def _skip(file: BinaryIO, wanted: int) -> tuple[int, int, bytes]:
     ended = length = 0
     while ended < wanted and (block := file.read(BLOCK)):
         newlines, rest = block.count(b"\n"), b""
-        if ended + newlines > wanted:
-            place = 0
-            for _ in range(wanted - ended):
+        if ended + newlines >= wanted:
+            newlines, place = wanted - ended, 0
+            for _ in range(newlines):
                 place = block.index(b"\n", place) + 1
-            newlines, block, rest = wanted - ended, block[:place], block[place:]
+            block, rest = block[:place], block[place:]
         if text := block.rstrip():
             length = ended + text.count(b"\n") + 1
         ended += newlines
-        if rest:
+        if ended == wanted:
             return ended, length, rest
     return ended, length, b""
 
@@ -160,7 +164,7 @@ def _joined(beginning: bytes, file: BinaryIO) -> Iterator[bytes]:
     if whole_lines or beginning.startswith(b"\n"):
         yield from io.BytesIO(whole_lines + b"\n")
     if half:
-        yield half + file.readline()
+        yield half + next(lines(file), b"")
     yield from lines(file)
 
 

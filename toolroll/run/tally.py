@@ -1,7 +1,7 @@
 """Tally: what came of many trajectories, in bounded memory however many they are. Pure.
 
 Each trajectory is told in an Outcome, which is small enough to be sent about. Tallies of parts are merged to that of
-the whole, and can be written down as JSON: a few kilobytes, and a few bytes for each prompt of which samples are missing.
+the whole, and can be written down as JSON: a few kilobytes, and a few bytes for each prompt that has samples missing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of_record(cls, record: Record, row: int) -> Outcome:
-        """The same of a line that an earlier run wrote."""
+        """The same of a line that an earlier run wrote. Where it wrote no tokens, none are counted."""
         summary = record.summary()
         return cls(
             row=row,
