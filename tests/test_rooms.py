@@ -15,6 +15,7 @@ FLOORS = {
     "tools": 4,
     "rollout": 5,
     "records": 6,
+    "run": 7,
     "integrations": 7,
     "viewer": 7,
     "cli": 8,
