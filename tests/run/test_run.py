@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from rollout import small_tokenizer
+
 from toolroll.errors import ConfigError
 from toolroll.records.reader import read
 from toolroll.run.config import RunConfig

@@ -131,12 +131,13 @@ class _Life(Generic[T]):
     async def _exchange(self) -> bool:
         """Tell what was done, begin what there is to do, and wait for news. Whether all is over."""
         self._news.clear()
-        told, self._done = self._done, []
+        told = list(self._done)
         self._number += 1
         number, want = self._number, self._worker.capacity - len(self._running)
         orders = await self._insist(lambda: self._worker.board.exchange(self._name, number, told, want))
         if orders is None:
             raise _CutOff
+        del self._done[: len(told)]  # not before: who is stopped over it says it again
         for piece in orders.pieces:
             task = asyncio.create_task(self._carry(piece))
             self._running.add(task)
