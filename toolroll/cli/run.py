@@ -51,6 +51,7 @@ def run(
     # Tools and reward functions are found beside the config, where people keep their own, and as `python -m` does it.
     places = (str(config.resolve().parent), str(Path.cwd()))
     sys.path[:0] = [folder for folder in places if folder not in sys.path]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its tokenizers are all that is wanted of it
     loaded = RunConfig.load(config, settings or ())
     watch = _Watch(loaded, Console(stderr=as_json), title=str(config))
     try:
@@ -127,7 +128,7 @@ class _Watch:
         if not self.console.is_terminal:
             yield None
             return
-        with Live("", console=self.console, refresh_per_second=4) as live:
+        with Live("Beginning …", console=self.console, refresh_per_second=4) as live:
             yield live
 
     @contextlib.contextmanager
@@ -162,7 +163,11 @@ def _tell(config: RunConfig, status: Status, console: Console, signalled: int, a
     if not complete:
         of_total = "" if status.total is None else f" of {status.total:,}"
         again = escape(shlex.join(["toolroll", *sys.argv[1:]]))
-        console.print(f"Stopped with {status.done:,}{of_total} done. The same command goes on from there:\n  {again}")
+        console.print(
+            f"Stopped with {status.done:,}{of_total} done. The same command goes on from there:\n  {again}",
+            soft_wrap=True,
+            highlight=False,
+        )
     if status.tally["trajectories"]:
         view = escape(shlex.join(["toolroll", "view", directory]))
         console.print(

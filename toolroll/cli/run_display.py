@@ -16,6 +16,8 @@ from toolroll.run.status import Rates, Status, seconds_left
 
 WINDOW = 15.0
 """Seconds that a rate is taken over: trajectories end in batches, and so does what is known of them."""
+LABEL = 8
+"""Columns of the names at the left."""
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -37,16 +39,20 @@ def panel(title: str, status: Status, rates: Rates) -> RenderableType:
     """All that is known, for a terminal of 80 columns or more."""
     tally = status.tally
     facts = Table.grid(padding=(0, 1), expand=True)
-    for style, ratio in (("dim", 2), ("bold", 4), ("dim", 3), ("bold", 4), ("dim", 2), ("bold", 4)):
-        facts.add_column(style=style, ratio=ratio, no_wrap=True, overflow="ellipsis")
+    for width, ratio in ((LABEL, 3), (9, 3), (7, 2)):
+        facts.add_column(style="dim", width=width)
+        facts.add_column(style="bold", ratio=ratio, no_wrap=True, overflow="ellipsis")
     facts.add_row("done", _count(status.done), "tokens/s", _rate(rates.tokens), "reward", _reward(tally))
     facts.add_row("running", _count(status.running), "calls/s", _rate(rates.calls), "solved", _solved(tally))
     facts.add_row("queued", _count(status.queued), "in flight", _in_flight(status), "time", clock(status.seconds))
-    below = [Text.assemble((f"{name:<9}", "dim"), value) for name, value in _more(status)]
-    for row in below:
-        row.no_wrap, row.overflow = True, "ellipsis"
+    more = Table.grid(padding=(0, 1))
+    more.add_column(style="dim", width=LABEL)
+    more.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in _more(status):
+        more.add_row(name, value)
     shown = Text(title, overflow="ellipsis", no_wrap=True)
-    return Panel(Group(_bar(status), "", facts, *below), title=shown, title_align="left", padding=(1, 2))
+    inside = Group(_bar(status), "", facts, more)
+    return Panel(inside, title=shown, title_align="left", border_style="dim", padding=(1, 2, 0, 2))
 
 
 def line(status: Status, rates: Rates) -> str:
@@ -81,27 +87,28 @@ def _bar(status: Status) -> RenderableType:
     said = [f"{status.done:,} of {status.total:,}", f"{part(status.done, status.total)}"]
     if left is not None and status.done < status.total:
         said.append(f"{clock(left)} left")
-    row.add_row(ProgressBar(total=max(1, status.total), completed=status.done), "   ".join(said))
+    bar = ProgressBar(total=max(1, status.total), completed=status.done, complete_style="cyan", finished_style="green")
+    row.add_row(bar, "   ".join(said))
     return row
 
 
-def _more(status: Status) -> Iterable[tuple[str, str | Text]]:
+def _more(status: Status) -> Iterable[tuple[str, Text]]:
     """What isn't always there."""
     tally = status.tally
     if status.workers != 1 or status.lost_workers:
         lost = f" · {status.lost_workers} lost, and what they had is done by others" if status.lost_workers else ""
-        yield "workers", f"{status.workers}{lost}"
+        yield "workers", Text(f"{status.workers}{lost}")
     if tally.get("finish_reasons"):
-        yield "ended by", counted(tally["finish_reasons"])
+        yield "ended by", Text(counted(tally["finish_reasons"]))
     faults: Mapping[str, int] = tally.get("faults", {})
     if any(faults.values()):
         yield "faults", Text(counted(faults), style="yellow" if faults.get("infra") else "")
     for error, count in list(tally.get("errors", {}).items())[:1]:
-        yield "", Text(f"{count} × {error}", style="yellow")
+        yield "", Text(f"{count:,} × {error}", style="yellow")
     if status.bad_rows:
-        yield "bad rows", f"{status.bad_rows:,} that can't be used"
+        yield "bad rows", Text(f"{status.bad_rows:,} that can't be used", style="yellow")
     if status.resumed:
-        yield "resumed", f"{status.resumed:,} were done before"
+        yield "resumed", Text(f"{status.resumed:,} were done before")
 
 
 def counted(counts: Mapping[str, int]) -> str:

@@ -21,17 +21,17 @@ def summary(status: Status) -> RenderableType:
     title = f"{tally['trajectories']:,} trajectories of {tally['prompts']:,} prompts in {clock(status.seconds)}"
     if status.resumed:
         title += f", {status.resumed:,} of them before"
-    facts = Table(title=title, title_justify="left", show_header=False)
+    facts = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
     facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
+    facts.add_column(overflow="fold")
     for name, value in _facts(status, tally):
         facts.add_row(name, escape(value))
     return Group(facts, _times(tally))
 
 
 def _facts(status: Status, tally: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for k, chance in tally["pass_at_k"].items():
-        yield f"pass@{k}", f"{100 * chance:.1f} %"
+    if tally["pass_at_k"]:
+        yield "pass@k", " · ".join(f"pass@{k} {100 * chance:.1f} %" for k, chance in tally["pass_at_k"].items())
     if tally["mean_reward"] is not None:
         solved = f"solved {tally['solved']:,} of {tally['scored']:,} ({part(tally['solved'], tally['scored'])})"
         yield "reward", f"mean {tally['mean_reward']:.3f} · {solved}"
