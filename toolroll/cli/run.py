@@ -160,6 +160,8 @@ def _tell(config: RunConfig, status: Status, console: Console, signalled: int, a
         typer.echo(json.dumps({name: value for name, value in told.items() if name not in ("running", "queued")}))
     elif status.tally["trajectories"]:
         console.print(summary(status))
+    elif complete:
+        console.print(f"There was nothing to do: {status.bad_rows:,} rows that can't be used, and no others.")
     if not complete:
         of_total = "" if status.total is None else f" of {status.total:,}"
         again = escape(shlex.join(["toolroll", *sys.argv[1:]]))
