@@ -15,12 +15,13 @@ def _sandbox(sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_FUSION_URL", sandbox_url)
 
 
-def test_files_and_commands_of_the_page_on_rollouts(
-    root: Path, tmp_path: Path, sglang: RealEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["docs/rollout.md", "docs/run.md"])
+def test_files_and_commands_of_a_page_with_an_engine(
+    name: str, root: Path, tmp_path: Path, sglang: RealEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_URL", sglang.url)
     monkeypatch.setenv("MODEL", str(sglang.model_dir))
-    test_files_and_commands_of_a_page("docs/rollout.md", root, tmp_path)
+    test_files_and_commands_of_a_page(name, root, tmp_path)
 
 
 @pytest.mark.parametrize("name", PAGES)

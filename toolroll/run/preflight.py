@@ -1,4 +1,4 @@
-"""What a run needs and can't reach, found before it begins.
+"""What is wrong with a run and can be known before it begins, without waiting for a tokenizer or a cluster.
 
 A server that isn't there is an infrastructure fault like any other: trajectories are tried again, and again. Who forgot
 to start it should not have to wait for that.
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from toolroll.errors import ConfigError
 from toolroll.run.config import RunConfig
+from toolroll.run.data import Rows
 from toolroll.tools.registry import initialize_tools_from_config
 from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
 
@@ -27,7 +28,8 @@ START_SANDBOX = "Start a sandbox: toolroll sandbox serve"
 
 
 async def check(config: RunConfig) -> None:
-    """Look whether the engine and the sandboxes take connections. Raises ConfigError where none of one kind does."""
+    """Look at the first rows, and whether engine and sandboxes take connections. Raises ConfigError."""
+    Rows(config.data).check()
     needs = _sandboxes(config)
     if config.engine.kind in SERVERS:
         needs = {"engine": _listed(config.engine.urls), **needs}
