@@ -78,7 +78,7 @@ class PassAtK:
     def _put(self, row: int, more: _Prompt) -> None:
         """Add samples of a prompt: its new share of the averages takes the place of the one that it had."""
         before = self._open.pop(row, _Prompt())
-        after = _Prompt(*(one + other for one, other in zip(before, more, strict=True)))
+        after = _Prompt(before.seen + more.seen, before.scored + more.scored, before.solved + more.solved)
         self._share(before, -1)
         self._share(after, +1)
         self.prompts += not before.seen

@@ -12,6 +12,7 @@ from typing import Any
 
 GROWTH = 1.02
 """Each bin's end by the one before it. A bin's middle is within 1 % of all that is in it."""
+LOG = math.log(GROWTH)
 LEAST = 1e-6
 """Numbers below it count as 0."""
 
@@ -39,7 +40,7 @@ class Quantiles:
             number = 0.0
             self._zeros += 1
         else:
-            self._bins[math.ceil(math.log(number) / math.log(GROWTH))] += 1
+            self._bins[math.ceil(math.log(number) / LOG)] += 1
         self.count += 1
         self.total += number
         self.most = max(self.most, number)

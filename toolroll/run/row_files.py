@@ -151,7 +151,7 @@ def _skip(file: BinaryIO, wanted: int) -> tuple[int, int, bytes]:
                 place = block.index(b"\n", place) + 1
             block, rest = block[:place], block[place:]
         if text := block.rstrip():
-            length = ended + text.count(b"\n") + 1
+            length = ended + newlines - block.count(b"\n", len(text)) + 1
         ended += newlines
         if ended == wanted:
             return ended, length, rest

@@ -139,20 +139,19 @@ class Tally:
         reward = one.reward if one.reward is not None and isfinite(one.reward) else None
         solved = reward is not None and reward >= self._solved_at
         self._reward += reward or 0.0
-        for name, value in {
-            "trajectories": 1,
-            "scored": int(reward is not None),
-            "solved": int(solved),
-            "turns": one.turns,
-            "sampled_tokens": one.sampled,
-            "tokens": one.tokens,
-            "calls": one.calls,
-        }.items():
-            self._sums[name] += value
+        sums, faults = self._sums, self._counts["faults"]
+        sums["trajectories"] += 1
+        sums["scored"] += reward is not None
+        sums["solved"] += solved
+        sums["turns"] += one.turns
+        sums["sampled_tokens"] += one.sampled
+        sums["tokens"] += one.tokens
+        sums["calls"] += one.calls
+        faults["policy"] += one.policy_faults
+        faults["infra"] += one.infra_faults
         self._counts["finish_reasons"][one.finish_reason] += 1
         self._counts["outcomes"][one.outcome] += 1
         self._counts["fidelity"][one.fidelity] += 1
-        self._counts["faults"].update({Fault.POLICY.value: one.policy_faults, Fault.INFRA.value: one.infra_faults})
         if one.error is not None:
             self._add_error(one.error, 1)
         self._spread["seconds"].add(one.seconds)
