@@ -1,17 +1,19 @@
-"""Draws the display of `toolroll run`: `python docs/make_run_picture.py`, with a sandbox at SANDBOX_FUSION_URL.
+"""Draws the display of `toolroll run`: `python docs/make_run_picture.py`.
 
-The run is a real one, of examples/gsm8k. Only the engine is none: it plays a model that computes with the tools and is
-right in most cases, as no such model runs on a machine without a GPU.
+The run is a real one, of examples/gsm8k, with a sandbox of its own. Only the engine is none: it plays a model that
+computes with the tools and is right in most cases, as no such model runs on a machine without a GPU.
 """
 
 import asyncio
 import io
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -82,6 +84,29 @@ async def draw(model: str, image: Path) -> None:
     console.save_svg(str(image), title="toolroll run")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """With the tokenizer of the model that the tests have, and a sandbox."""
     sys.modules["make_run_picture"] = sys.modules["__main__"]  # the config names the engine so
-    asyncio.run(draw(sys.argv[1], ROOT / "docs/images/run.svg"))
+    made = subprocess.run([ROOT / ".ci/sglang"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    model = dict(line.split("=", 1) for line in made.split())["model"]
+    serve = [sys.executable, "-m", "toolroll.cli", "sandbox", "serve", "--port", "0"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as sandbox:
+        assert sandbox.stdout is not None
+        greeting = "".join(iter_until(sandbox.stdout, "serving on "))
+        os.environ["SANDBOX_FUSION_URL"] = greeting.split()[-1]
+        try:
+            asyncio.run(draw(model, ROOT / "docs/images/run.svg"))
+        finally:
+            sandbox.terminate()
+
+
+def iter_until(lines: Iterable[str], last: str) -> Iterator[str]:
+    """Lines, up to the one that begins so."""
+    for line in lines:
+        yield line
+        if line.startswith(last):
+            return
+
+
+if __name__ == "__main__":
+    main()
