@@ -44,7 +44,8 @@ def _facts(status: Status, tally: Mapping[str, Any]) -> Iterator[tuple[str, str]
     for error, count in tally["errors"].items():
         yield "", f"{count:,} × {error}"
     yield "per trajectory", _per_trajectory(tally)
-    yield "tokens", f"{tally['sampled_tokens']:,} sampled · {tally['tokens']:,} in all"
+    if tally["sampled_tokens"] or tally["tokens"]:  # a chat server may tell none
+        yield "tokens", f"{tally['sampled_tokens']:,} sampled · {tally['tokens']:,} in all"
     if set(tally["fidelity"]) - {"exact"}:
         yield "fidelity", counted(tally["fidelity"])
     if status.lost_workers:
@@ -55,7 +56,8 @@ def _facts(status: Status, tally: Mapping[str, Any]) -> Iterator[tuple[str, str]
 
 def _per_trajectory(tally: Mapping[str, Any]) -> str:
     each = {"turns": tally["turns"], "calls": tally["calls"], "tokens sampled": tally["sampled_tokens"]}
-    return " · ".join(f"{count / max(1, tally['trajectories']):,.1f} {name}" for name, count in each.items())
+    told = {name: count / max(1, tally["trajectories"]) for name, count in each.items() if count}
+    return " · ".join(f"{count:,.1f} {name}" for name, count in told.items())
 
 
 def _times(tally: Mapping[str, Any]) -> Table:
