@@ -153,6 +153,15 @@ async def test_abort_and_resume_on_a_real_engine(sglang: RealEngine, rendering: 
         assert versions[0] != versions[-1] == "step-9", "which weights wrote which part is known"
 
 
+async def test_the_end_of_the_engines_context_is_a_length(sglang: RealEngine, rendering: Rendering) -> None:
+    long = [{"role": "user", "content": "word " * 4020}]
+    params = {"temperature": 0.0, "ignore_eos": True}
+    async with Rollout(engine=SGLangEngine(sglang.url), rendering=rendering, sampling_params=params) as rollout:
+        (one,) = [one async for one in rollout.run([long])]
+    assert (one.finish_reason, one.outcome) == (FinishReason.LENGTH, "ok"), one.error
+    assert one.turns[0].tokens > 0
+
+
 def in_words(expression: str) -> list[dict[str, Any]]:
     """The conversation with its calls as text: the template that SGLang has for this model leaves calls out."""
     said = []

@@ -76,6 +76,8 @@ class Pool:
     urls: Sequence[str]
     max_connections: int
     headers: Mapping[str, str]
+    tag: str
+    """What the ids of all attempts begin with, those of other processes with another."""
     servers: list[Server] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,11 @@ class Pool:
     def elsewhere(self, server: Server) -> bool:
         """Whether there is another server that would take a call now."""
         return any(one is not server and not one.rests for one in self.servers)
+
+    @property
+    def down(self) -> list[str]:
+        """The servers that were down when they were last asked."""
+        return [one.url for one in self.servers if one.strikes]
 
     def note(self, server: Server, failure: Failure) -> None:
         """Remember, for all calls, what came of an attempt."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from toolroll.errors import EngineRefused
@@ -78,7 +78,15 @@ class SGLangEngine:
 
     async def abort(self, request_id: str) -> None:
         """Stop a call. It ends with what it has, as ABORT. One that isn't there is no error."""
-        await self._servers.abort(request_id)
+        await self._servers.abort([request_id])
+
+    async def abort_many(self, request_ids: Collection[str]) -> None:
+        """The same for many at once."""
+        await self._servers.abort(request_ids, lambda _, tag: None if tag is None else _abort_one(tag))
+
+    async def context_length(self) -> int | None:
+        """How many ids a prompt and its answer may have together; None where the server doesn't say."""
+        return await self._servers.context_length()
 
     async def abort_all(self) -> None:
         """Stop whatever the servers run, for others too: before new weights, say."""
@@ -172,5 +180,6 @@ def _nothing(answer: Any, call: Call[Any]) -> None:
 
 
 def _abort_one(attempt_id: str) -> Notice:
-    # SGLang stops all calls whose ids begin so. An attempt's id ends in a number of its own: none begins with another.
+    # SGLang stops all calls whose ids begin so. An attempt's id ends in a number of its own: none begins with another,
+    # and all of one pool's begin with its tag.
     return "/abort_request", {"rid": attempt_id}
