@@ -35,8 +35,13 @@ class Reading(Iterator[Record]):
     """Records, as they are read."""
 
     def __init__(self, files: Iterable[DumpFile]) -> None:
+        files = list(files)
         self.bad = 0
         """Lines that could not be read, so far."""
+        self.done = 0
+        """Bytes that were read, so far."""
+        self.size = sum(Path(file.path).stat().st_size for file in files)
+        """Bytes that there are to read."""
         self._records = self._read(files)
 
     def __iter__(self) -> Self:
@@ -49,6 +54,7 @@ class Reading(Iterator[Record]):
         for file in files:
             with Path(file.path).open("rb") as opened:
                 for place, line in enumerate(lines(opened), 1):
+                    self.done += len(line)
                     if line.isspace():
                         continue
                     try:

@@ -27,7 +27,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, Union
 
 from toolroll.errors import ConfigError, ToolrollError
