@@ -69,7 +69,9 @@ def trajectory(step: int, group: int, sample: int, chance: random.Random) -> Tra
         calls.append(record)
         if record.fault is Fault.INFRA:
             break
-        messages.append(Message(role="tool", content=record.answer, tool_call_id=f"call_{turn}", name="code_interpreter"))
+        messages.append(
+            Message(role="tool", content=record.answer, tool_call_id=f"call_{turn}", name="code_interpreter")
+        )
         tokens.given([chance.randrange(1000) for _ in range(20)], turn=turn)
     else:
         _sample(tokens, turns, len(rounds), chance, step)
@@ -103,7 +105,7 @@ def trajectory(step: int, group: int, sample: int, chance: random.Random) -> Tra
 
 def _sample(tokens: TokenStream, turns: list[TurnRecord], turn: int, chance: random.Random, step: int) -> None:
     count = chance.randrange(30, 90)
-    logprobs = [-abs(chance.gauss(0, 0.4)) ** 2 * 8 for _ in range(count)]
+    logprobs = [-(abs(chance.gauss(0, 0.4)) ** 2) * 8 for _ in range(count)]
     version = f"v{step}"
     tokens.sampled([chance.randrange(1000) for _ in range(count)], logprobs, turn=turn, weight_version=version)
     took = Timings(total=round(count * 0.021, 3), queue=0.004, cached_tokens=64 * turn)
@@ -126,7 +128,7 @@ def _call(turn: int, program: str, answer: str, chance: random.Random, infra: bo
         return CallRecord(**given, answer="", fault=Fault.INFRA, error=error)
     if "prnt" in program:
         line = program.count("\n") + 1
-        said = f'Traceback (most recent call last):\n  File "main.py", line {line}, in <module>\nNameError: name \'prnt\' is not defined'
+        said = f"Traceback (most recent call last):\n  File \"main.py\", line {line}, in <module>\nNameError: name 'prnt' is not defined"
         return CallRecord(**given, answer=said, fault=Fault.POLICY, error=said, reward=-0.05)
     return CallRecord(**given, answer=answer, reward=0.0)
 

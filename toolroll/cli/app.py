@@ -20,6 +20,7 @@ from toolroll.cli.limiter import app as limiter_app
 from toolroll.cli.records import app as records_app
 from toolroll.cli.sandbox import app as sandbox_app
 from toolroll.cli.tools import app as tools_app
+from toolroll.cli.view import view
 from toolroll.errors import ConfigError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.add_typer(limiter_app, name="limiter")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(records_app, name="records")
 app.command()(doctor)
+app.command()(view)
 
 
 def _print_version(wanted: bool) -> None:

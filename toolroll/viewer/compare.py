@@ -60,11 +60,11 @@ class Facts(Widget):
             segments = [Segment(self.said, styles["note"])]
         else:
             label = ("", *self.names)[y - 1]
-            segments = [Segment(fitted(label, 12), styles["dim"])]
+            segments = [Segment(fitted(label, max(map(len, self.names)) + 1), styles["dim"])]
             for fact in self.facts:
-                text = (fact.name, fact.left, fact.right)[y - 1]
+                text = fact[y - 1]
                 style = "dim" if y == 1 else "warn" if fact.differs else ""
-                segments.append(Segment(f"{text:>9} ", styles[style]))
+                segments.append(Segment(f"{text:>{max(map(len, fact)) + 2}}", styles[style]))
         return Strip(segments).crop(0, width).adjust_cell_length(width).apply_style(self.rich_style)
 
 
@@ -72,7 +72,7 @@ class CompareScreen(Screen[None]):
     """The two."""
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
-    CSS = """
+    DEFAULT_CSS = """
     CompareScreen { layout: vertical; }
     CompareScreen Horizontal { height: 1fr; }
     CompareScreen DocumentView { width: 1fr; height: 1fr; }

@@ -21,7 +21,7 @@ from toolroll.viewer.wrapping import wrap
 
 GUTTER = 2
 """Cells at the left of a block: its coloured bar."""
-BESIDE_FROM = 84
+BESIDE_FROM = 80
 """The width from which on there is room for two blocks side by side."""
 LONG, BEGINNING = 120, 40
 """A text of more lines than LONG is shown by its BEGINNING."""

@@ -145,7 +145,7 @@ class RowsView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def render_line(self, y: int) -> Strip:
         """One line, as it is on the screen."""
-        styles, base, width = self.styles_by_name, self.rich_style, self.size.width
+        styles, base, width = self.styles_by_name, self.rich_style, self.scrollable_content_region.width
         if y == 0:
             strip = self._strip(self.header(width), width)
             return strip.adjust_cell_length(width, styles["header"]).apply_style(base)
