@@ -41,13 +41,16 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Of those who wait, whose lines are written together at the most."""
-BYTES_AT_ONCE = 256 * 1024
-"""Then it is time to write: more would no longer be in the processor's cache, and be slower."""
+BYTES_AT_ONCE = 96 * 1024
+"""Then it is time to write. The C library gives larger memory back to the system each time, which takes longer than
+writing."""
 OPEN_FILES = 8
 """Steps that are written at the same time are few."""
 
 
 Sample = Union["Trajectory", Mapping[str, Any]]
+_Lines = list[tuple[int, bytes]]
+"""Each with the place of whom it is from."""
 
 
 class WriterClosed(ToolrollError):
@@ -187,26 +190,25 @@ class RecordWriter:
 
     def _write(self, batches: list[_Batch]) -> None:
         failed: list[Exception | None] = [None] * len(batches)
-        lines: dict[int, list[tuple[int, bytes]]] = {}
+        lines: dict[int, _Lines] = {}
         size = 0
         for place, (samples, step, gts, *_) in enumerate(batches):
-            for sample in samples:
-                try:
+            try:
+                for sample in samples:
                     line = self._line(sample, step, gts)
-                except Exception as error:  # of the user's decode, for instance: it is the caller's
-                    failed[place] = error
-                    break
-                lines.setdefault(step, []).append((place, line))
-                size += len(line)
-                if size >= BYTES_AT_ONCE:
-                    self._flush(lines, failed)
-                    size = 0
-                if failed[place]:
-                    break
+                    lines.setdefault(step, []).append((place, line))
+                    size += len(line)
+                    if size >= BYTES_AT_ONCE:
+                        self._flush(lines, failed)
+                        size = 0
+                        if failed[place]:
+                            break
+            except Exception as error:  # of the user's decode, for instance: it is the caller's
+                failed[place] = failed[place] or error
         self._flush(lines, failed)
         _settle(batches, failed)
 
-    def _flush(self, lines: dict[int, list[tuple[int, bytes]]], failed: list[Exception | None]) -> None:
+    def _flush(self, lines: dict[int, _Lines], failed: list[Exception | None]) -> None:
         """Write these lines, and note whose weren't."""
         for step, some in lines.items():
             with self._writing:
