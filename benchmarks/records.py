@@ -56,17 +56,16 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "peak_mb": lambda value: value <= 300,
     "index_bytes_per_sample": lambda value: value <= 150,
 }
-WORDS = (
-    "the sum of all even numbers below is computed by a loop that adds each of them to what was found before and then "
-    "prints it so that we can see whether this agrees with what the question asks for naïve café 数字 result = total + 1"
-).split(" ")
+TEXT = """the sum of all even numbers below is computed by a loop that adds each of them to what was found before and
+then prints it, so that we can see whether this agrees with what the question asks for: naïve café 数字 sum + 1"""
 
 
 def trajectory(number: int, chance: random.Random) -> Trajectory:
     """One of about 10 KB."""
+    words_of_text = TEXT.split()
 
     def text(words: int) -> str:
-        return " ".join(chance.choices(WORDS, k=words))
+        return " ".join(chance.choices(words_of_text, k=words))
 
     def ids(count: int) -> list[int]:
         return chance.choices(range(150_000), k=count)
@@ -199,7 +198,7 @@ print(json.dumps([(peak() - before) / samples, samples / (time.perf_counter() - 
 
 def index_figures(folder: Path, steps: int) -> dict[str, float]:
     """What the index takes, in a process of its own."""
-    command = [sys.executable, "-c", INDEX, folder, str(steps)]
+    command = [sys.executable, "-c", INDEX, str(folder), str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     size, rate = json.loads(done.stdout)
     return {"index_bytes_per_sample": round(size, 1), "indexed_per_s": round(rate)}

@@ -89,7 +89,9 @@ MESSAGES = st.builds(
     st.none()
     | st.lists(
         st.builds(
-            lambda id, name, arguments: ToolCall(id=id, function=FunctionCall(name=name, arguments=arguments)),
+            lambda call_id, name, arguments: ToolCall(
+                id=call_id, function=FunctionCall(name=name, arguments=arguments)
+            ),
             st.none() | ANY_TEXT,
             ANY_TEXT,
             ANY_TEXT | st.dictionaries(ANY_TEXT, JSON, max_size=2),

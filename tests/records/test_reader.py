@@ -68,7 +68,7 @@ def test_a_file_that_is_no_dump_does_not_fill_the_memory(tmp_path: Path, monkeyp
 
 def test_nothing_there(tmp_path: Path) -> None:
     assert list(read(tmp_path)) == []
-    with pytest.raises(ConfigError, match="There is no directory .*rollout_data_dir"):
+    with pytest.raises(ConfigError, match=r"There is no directory .*rollout_data_dir"):
         read(tmp_path / "nothing")
 
 
