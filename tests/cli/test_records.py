@@ -93,6 +93,24 @@ def test_what_is_not_installed_is_named(dumps: Path, tmp_path: Path, monkeypatch
         assert "toolroll[records]" in str(done.exception)
 
 
+BARE = """
+import sys
+
+for name in ("ray", "transformers", "renderers", "pyarrow", "matplotlib", "numpy", "pandas", "textual"):
+    sys.modules[name] = None
+sys.argv[1:] = ["records", "stats", *sys.argv[1:]]
+from toolroll.cli.app import main
+
+main()
+"""
+
+
+def test_stats_need_no_extra(dumps: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", BARE, dumps, "--json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["total"]["samples"] == 31
+
+
 def test_the_schema(root: Path) -> None:
     done = CliRunner().invoke(app, ["records", "schema"])
     assert done.stdout == (root / "docs/records.schema.json").read_text()

@@ -10,7 +10,7 @@ from typing import Any
 import doc_page
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from record_samples import MESSAGES, TRAJECTORIES, VERL_ANSWER, VERL_PROMPT, streams, trajectory, verl_line
 from strategies import JSON
@@ -56,6 +56,7 @@ def same_tokens(tokens: Tokens, stream: TokenStream) -> bool:
     )
 
 
+@settings(max_examples=100)
 @given(TRAJECTORIES)
 def test_everything_is_there_again(one: Trajectory) -> None:
     record = written(one)
@@ -256,6 +257,7 @@ def test_what_is_wrong_with_a_line_is_said(line: bytes, problem: str) -> None:
         Record.parse(line)
 
 
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(sorted(fields_of(trajectory(), 1))), JSON))
 def test_fields_that_are_something_else_do_no_harm(fields: dict[str, Any]) -> None:
     """A line of somebody else's may have our names for other things."""

@@ -22,7 +22,7 @@ def test_the_file_is_made_from_the_code(root: Path) -> None:
     assert (root / "docs/records.schema.json").read_text() == json_schema()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(TRAJECTORIES)
 def test_every_line_is_valid(one: Trajectory) -> None:
     for tokens in (True, False):

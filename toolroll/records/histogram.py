@@ -59,4 +59,5 @@ class Histogram:
 
     def as_dict(self) -> dict[str, float | None]:
         """For programs."""
-        return {"mean": self.mean, "p50": self.quantile(0.5), "p99": self.quantile(0.99), "max": self.most or None}
+        most = self.most if self.count else None
+        return {"mean": self.mean, "p50": self.quantile(0.5), "p99": self.quantile(0.99), "max": most}

@@ -117,7 +117,8 @@ class RecordWriter:
 
     def append(self, sample: Sample, step: int, *, gts: Any = UNKNOWN) -> None:
         """The same for code that has no event loop: it returns when it was written."""
-        line = self._line(sample, operator.index(step), gts)
+        step = operator.index(step)
+        line = self._line(sample, step, gts)
         with self._writing:
             if self._closed:
                 raise WriterClosed(f"The writer of {self.directory} was closed already.")
@@ -186,9 +187,14 @@ class RecordWriter:
             while len(batches) < AT_ONCE and batches[-1] is not None and not self._waiting.empty():
                 batches.append(self._waiting.get())
             last = batches[-1] is None
-            self._write([batch for batch in batches if batch is not None])
+            some = [batch for batch in batches if batch is not None]
+            try:
+                _settle(some, self._write(some))
+            except Exception as error:  # no fault of ours may leave them waiting
+                _settle(some, [error] * len(some))
 
-    def _write(self, batches: list[_Batch]) -> None:
+    def _write(self, batches: list[_Batch]) -> list[Exception | None]:
+        """What kept each of them from being written."""
         failed: list[Exception | None] = [None] * len(batches)
         lines: dict[int, _Lines] = {}
         size = 0
@@ -206,7 +212,7 @@ class RecordWriter:
             except Exception as error:  # of the user's decode, for instance: it is the caller's
                 failed[place] = failed[place] or error
         self._flush(lines, failed)
-        _settle(batches, failed)
+        return failed
 
     def _flush(self, lines: dict[int, _Lines], failed: list[Exception | None]) -> None:
         """Write these lines, and note whose weren't."""
@@ -218,7 +224,7 @@ class RecordWriter:
         lines.clear()
 
 
-def _settle(batches: list[_Batch], failed: list[Exception | None]) -> None:
+def _settle(batches: list[_Batch], failed: Sequence[Exception | None]) -> None:
     """Tell those who wait, each event loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Batch, Exception | None]]] = {}
     for batch, error in zip(batches, failed, strict=True):
