@@ -32,7 +32,7 @@ from toolroll.errors import ConfigError
 from toolroll.records.columns import Column, Columns
 from toolroll.records.directory import DumpFile, dump_files
 from toolroll.records.json_line import BadLine
-from toolroll.records.reader import is_too_long, lines, whole
+from toolroll.records.reader import BUFFER, is_too_long, lines, whole
 from toolroll.records.record import Record
 from toolroll.records.summary import Bad, Summary
 
@@ -161,7 +161,7 @@ class StepFile:
     def _index_part(self, number: int, part: _Part, left: float, stop: float) -> float:
         """Index on in one file; how many lines may be indexed after that."""
         try:
-            with Path(part.path).open("rb") as file:
+            with Path(part.path).open("rb", BUFFER) as file:
                 file.seek(part.end)
                 before = part.end
                 for line in lines(file):

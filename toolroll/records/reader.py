@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST = 256 * 1024 * 1024
 """Bytes of a line. What is longer is no line of a dump, and must not fill the memory."""
+BUFFER = 512 * 1024
+"""Bytes that are read at a time: a good many lines."""
 NAMED = 20
 """Lines that can't be read and are logged. The others are counted."""
 
@@ -56,7 +58,7 @@ class Reading(Iterator[Record]):
     def _read(self, files: Iterable[DumpFile]) -> Iterator[Record]:
         for file in files:
             try:
-                opened = Path(file.path).open("rb")  # noqa: SIM115 (what is raised while it is open isn't its fault)
+                opened = Path(file.path).open("rb", BUFFER)  # noqa: SIM115 (what is raised while it is open isn't its fault)
             except OSError as error:
                 raise ConfigError(f"{file.path} can't be read: {error.strerror}.") from error
             with opened:
