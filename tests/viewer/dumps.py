@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,8 @@ def ours(directory: Path, steps: Sequence[int] = (1, 2, 10), groups: int = 4, sa
             for group in range(groups):
                 for sample in range(samples):
                     writer.append(trajectory(step, group, sample, chance), step)
+        path = directory / f"{step}.jsonl"
+        path.write_bytes(re.sub(rb'"written_at":[\d.]+', b'"written_at":1760000000.0', path.read_bytes()))
     return directory
 
 

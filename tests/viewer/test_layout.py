@@ -47,7 +47,7 @@ def test_folds() -> None:
     assert folded.line_of(1, 0) is not None
     assert len(folded.lines) == 1 + 1 + 1 + BEGINNING + 1
     assert folded.lines[-1].left is not None
-    assert folded.lines[-1].left.end == 501 - BEGINNING
+    assert (folded.lines[-1].left.start, folded.lines[-1].left.end) == (2 * BEGINNING - 1, 1000)
     opened = Layout(document, 80, turned={0, 1})
     assert opened.line_of(0, 0) == 1
     assert opened.line_of(1, 900) is not None
@@ -62,3 +62,12 @@ def test_a_detail_that_has_no_room_beside_the_title_is_below_it() -> None:
         Part.DETAIL,
         Part.BODY,
     ]
+
+
+def test_a_huge_text_is_not_wrapped_before_it_is_wanted() -> None:
+    document = Document([Block(Kind.ANSWER, "x", "word " * 100_000)])
+    folded, opened = Layout(document, 80), Layout(document, 80, turned={0})
+    assert len(folded.lines) == 1 + BEGINNING + 1
+    assert folded.line_of(0, 499_000) is None
+    assert opened.line_of(0, 499_000) is not None
+    assert opened.lines[1 : BEGINNING + 1] == folded.lines[1 : BEGINNING + 1]

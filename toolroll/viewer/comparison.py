@@ -40,14 +40,14 @@ def group_rows(step: StepFile, row: int) -> list[int]:
     return [other for other in range(len(step)) if column[other] == group and not isinstance(step.summary(other), Bad)]
 
 
-def fold_shared(left: Document, right: Document) -> tuple[Document, Document, int]:
-    """Both with the beginning that they have in common as one folded block, and how many blocks that was."""
+def fold_shared(left: Document, right: Document) -> tuple[Document, Document]:
+    """Both, with the beginning that they have in common as one folded block."""
     shared = 0
     for one, other in zip(left.blocks, right.blocks, strict=False):
         if (one.kind, one.title, one.text) != (other.kind, other.title, other.text):
             break
         shared += 1
-    return _folded(left, shared), _folded(right, shared), shared
+    return _folded(left, shared), _folded(right, shared)
 
 
 def _folded(document: Document, shared: int) -> Document:

@@ -117,14 +117,14 @@ class FindingScreen(ShelfScreen):
     # Searching
 
     def start_search(self, needle: Needle, *, go: bool = True) -> None:
-        """Search everything, what is near first."""
+        """Search everything, what is near first. Without `go`, where one is stays as it is, with its marks."""
         if self.pane.display_name not in SEARCHED:
             self.pane.set_display(CONVERSATION)
         first = self.steps.index(self.step) if self.step in self.steps else 0
         self.search = Search(self.steps, first, needle, self.pane.searched, self.wanted)
         self.searched = self.search.advance(FIRST)
-        self.pane.document.mark(needle)
         if go:
+            self.pane.document.mark(needle)
             self._to_first_match()
         if not self.searched:
             self.background.search(self.search)
@@ -137,9 +137,9 @@ class FindingScreen(ShelfScreen):
             self.background.stop_searching()
             self.pane.document.mark(None)
 
-    @on(Background.Looked)
-    def _search_on(self) -> None:
-        """Search what was added."""
+    def directory_changed(self) -> None:
+        """Show what there is now, and search what was added."""
+        super().directory_changed()
         if self.search is None:
             return
         if self.search.is_stale or set(self.search.steps) != set(self.steps):

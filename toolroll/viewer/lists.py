@@ -76,6 +76,10 @@ class SampleList(RowsView):
         self._listing, self._with_step = listing, with_step
         self.update()
 
+    def shows(self, column: str) -> bool:
+        """Whether there is room for a column."""
+        return any(column == shown.name for shown in self._columns(self.scrollable_content_region.width))
+
     def count(self) -> int:
         """How many rows there are."""
         return len(self._listing)

@@ -16,6 +16,8 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Input, Static
 
+from toolroll.viewer.harmless import harmless
+
 
 class Remark(NamedTuple):
     """What is said of what is typed."""
@@ -98,7 +100,10 @@ class Prompt(Vertical):
     @on(Input.Changed)
     def _changed(self, event: Input.Changed) -> None:
         event.stop()
-        self._remark(event.value)
+        if (shown := harmless(event.value)) != event.value:  # what was pasted may hold anything
+            event.input.value = shown
+        else:
+            self._remark(event.value)
 
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:

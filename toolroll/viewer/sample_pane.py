@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -220,7 +221,7 @@ def _where(place: Place) -> str:
         summary = place.step.summary(place.row)
     except IndexError:
         return ""
-    return one_line(f"{summary.path}, line {summary.number}") if isinstance(summary, Bad) else ""
+    return one_line(f"{Path(summary.path).name}, line {summary.number}") if isinstance(summary, Bad) else ""
 
 
 def _raw(step: StepFile, row: int) -> bytes:

@@ -25,7 +25,7 @@ from toolroll.viewer.lists import SampleList, StepList
 from toolroll.viewer.needle import Needle
 from toolroll.viewer.ordering import COLUMNS, Order
 from toolroll.viewer.prompt import Prompt
-from toolroll.viewer.rows_view import RowsView
+from toolroll.viewer.rows_view import RowsView, cut_left
 from toolroll.viewer.sample_pane import SamplePane
 from toolroll.viewer.token_text import TokenText
 
@@ -101,6 +101,10 @@ class ShelfScreen(Screen[None]):
         self.sample_list.focus()
         self.set_interval(self._every, self.background.look)
 
+    def on_resize(self) -> None:
+        """The title has another width."""
+        self.tell()
+
     @property
     def needle(self) -> Needle | None:
         """What is searched for."""
@@ -109,6 +113,9 @@ class ShelfScreen(Screen[None]):
     # What is listed
 
     @on(Background.Looked)
+    def _looked(self) -> None:
+        self.directory_changed()
+
     def directory_changed(self) -> None:
         """Show the steps that there are now, and go on with the one that is open."""
         self.steps = self.shelf.steps
@@ -253,13 +260,18 @@ class ShelfScreen(Screen[None]):
     def tell(self) -> None:
         """Say in the title and below what there is and what is going on."""
         size = sum(step.size for step in self.steps)
-        parts = [one_line(str(self.shelf.directory)), figures.plural(len(self.steps), "step"), figures.size(size)]
+        parts = [f"{figures.size(size)} in {figures.plural(len(self.steps), 'step')}"]
         if len(self.listing):
             number = self.sample_list.cursor + 1
-            parts.append(f"sample {number:,} of {len(self.listing):,}{'' if self.listed else '+'}")
+            parts.insert(0, f"sample {number:,} of {len(self.listing):,}{'' if self.listed else '+'}")
+        if self.step is not None:
+            parts.insert(0, f"step {one_line(self.step.name, 20)}")
         if self.following:
             parts.append("following")
-        title = Content.assemble(("toolroll  ", "bold $primary"), " · ".join(parts))
+        name, said = "toolroll  ", " · ".join(parts)
+        room = self.size.width - len(name) - len(said) - 5
+        where = cut_left(one_line(str(self.shelf.directory), 1000), room)
+        title = Content.assemble((name, "bold $primary"), (said, ""), (f" · {where}" if where else "", "dim"))
         self.query_one("#title", Static).update(title)
         status = " · ".join(self.status())
         line = self.query_one("#status", Static)
@@ -272,7 +284,7 @@ class ShelfScreen(Screen[None]):
         if self.wanted is not None:
             found = f"{len(self.listing):,} of {self.listing.looked_at:,}"
             said.append(f"filter {one_line(self.wanted.source, 60)}: {found}{'' if self.listed else ' …'}")
-        if self.order != Order():
+        if self.order != Order() and not self.sample_list.shows(self.order.column):
             said.append(f"by {self.order.column}{' ↓' if self.order.descending else ' ↑'}")
         if self._surveyed is not None:
             said.append(f"counting steps: {self._surveyed[0]:,} of {self._surveyed[1]:,}")

@@ -40,7 +40,7 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
     """The tokens."""
 
     BINDINGS: ClassVar[list[BindingType]] = SCROLLING
-    DEFAULT_CSS = "TokenView { overflow-x: hidden; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = "TokenView { overflow-x: hidden; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }"
 
     class _Decoded(Message):
         """The texts of these sequences were found."""
@@ -167,8 +167,6 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
         ]
         mean = mean_logprob(tokens)
         said.append("no log-probs" if mean is None else f"mean log-prob {mean:.3f}")
-        if weights := versions(tokens.spans):
-            said.append(f"weights {one_line(' → '.join(weights), 40)}")
         legend: list[Piece] = [
             (" mask 0: ", "dim"),
             ("prompt", "token.prompt"),
@@ -190,6 +188,8 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
                 (" ", ""),
                 ("less", "token.p00"),
             ]
+        if weights := versions(tokens.spans):
+            legend.append((f"  weights {one_line(' → '.join(weights), 40)}", "dim"))
         return [(f" {' · '.join(said)}", "")], legend, self._remark()
 
     def _remark(self) -> list[Piece]:
