@@ -24,9 +24,11 @@ bench:
 	$(BIN)python benchmarks/sandbox.py --quick --json
 	$(BIN)python benchmarks/rewards.py --quick --json
 	$(BIN)python benchmarks/rollout.py --quick --json
+	$(BIN)python benchmarks/records.py --quick --json
 
 build:
 	$(BIN)python -m build
 
 figures:
 	$(BIN)python docs/make_figures.py
+	$(BIN)python docs/make_viewer_pictures.py
