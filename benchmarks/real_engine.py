@@ -58,7 +58,7 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "2"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         engine = RealEngine(f"http://127.0.0.1:{port}", Path(where["model"]), process, Path(log.name), 0.0)
