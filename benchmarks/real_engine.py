@@ -51,7 +51,9 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
     where = dict(line.split("=", 1) for line in made.split())
     port = free_port()
     flags = {**FLAGS, "model-path": where["model"], "host": "127.0.0.1", "port": str(port), "dtype": dtype}
-    command = [where["python"], "-m", "sglang.launch_server", "--disable-overlap-schedule"]
+    # It ends with the process that started it, however that ends.
+    command = ["setpriv", "--pdeathsig", "TERM", where["python"], "-m", "sglang.launch_server"]
+    command.append("--disable-overlap-schedule")
     with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log") as log:
         process = subprocess.Popen(
             [*command, *(f"--{flag}={value}" for flag, value in flags.items())],

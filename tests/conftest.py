@@ -26,7 +26,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests go to one process, where several run them: those of a file, and all that share what is dear to make."""
+    """Which tests go to one process, where several run them: those of a file; all that share what is dear to make."""
     for item in items:
         dear = [name for name in ("sglang", "cluster") if name in getattr(item, "fixturenames", ())]
         item.add_marker(pytest.mark.xdist_group(dear[0] if dear else str(item.path)))
