@@ -1,15 +1,11 @@
-"""`toolroll view`, as typed in a shell without a terminal."""
+"""`toolroll view`, where there is no terminal."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-
-def view(*words: str) -> subprocess.CompletedProcess[str]:
-    command = Path(sys.executable).with_name("toolroll")
-    return subprocess.run([command, "view", *words], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+from toolroll.cli.app import main
 
 
 @pytest.mark.parametrize(
@@ -19,20 +15,20 @@ def view(*words: str) -> subprocess.CompletedProcess[str]:
         (["nowhere", "--web"], "There is no directory nowhere"),
         (["."], "The viewer needs a terminal"),
         ([".", "--mask-str", "("], "is no regular expression"),
+        ([], "Missing argument"),
     ],
 )
-def test_what_keeps_it_from_beginning_is_said_in_a_line(words: list[str], said: str) -> None:
-    done = view(*words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_keeps_it_from_beginning_is_said(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["toolroll", "view", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
-def test_help() -> None:
-    assert "rollout_data_dir" in view("--help").stdout
-
-
-def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_it_says_which() -> None:
     code = (
         "import sys; sys.modules['textual'] = None; sys.argv = ['toolroll', 'view', '.']\n"
         "from toolroll.cli.app import main; main()"
@@ -40,3 +36,4 @@ def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "pip install 'toolroll[viewer]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer.driving import NARROW, WIDE, viewing
-from viewer.dumps import ours
 
 from toolroll.viewer.app import RolloutViewer
 from toolroll.viewer.keys import KEYS
+from viewer.driving import viewing
+from viewer.dumps import ours
 
 EVERY_KEY = [name for key in KEYS for name, action in key.actions if action not in ("app.quit", "export")]
 
@@ -47,7 +47,7 @@ async def test_a_file_whose_name_is_no_number(tmp_path: Path) -> None:
     async with viewing(tmp_path) as user:
         assert [step.name for step in user.browse.steps] == ["2", "10", "best [of] all"]
         await user.press("P")
-        await user.sees("best …", "▎ there", "sample 1 of 1")
+        await user.sees("step best [of] all", "▎ there", "sample 1 of 1")
         await user.press("l")
         await user.sees("2 steps with samples")
 
@@ -80,8 +80,8 @@ async def test_lines_that_cannot_be_read(tmp_path: Path) -> None:
         await user.sees("▎ the end", "sample 6 of 6")
 
 
-@pytest.mark.parametrize("text", ["\x1b[31m " + "word " * 1_000_000, "é漢字😀 " * 400_000])
-async def test_a_field_of_five_megabytes(tmp_path: Path, text: str) -> None:
+async def test_a_field_of_five_megabytes(tmp_path: Path) -> None:
+    text = "word " * 500_000 + "\x1b[31m" * 50_000 + "x" * 1_500_000 + "é漢字😀 " * 100_000
     (tmp_path / "1.jsonl").write_bytes(line() + line(output=text + "\nneedle") + line())
     async with viewing(tmp_path) as user:
         began = time.process_time()
@@ -99,8 +99,7 @@ async def test_a_field_of_five_megabytes(tmp_path: Path, text: str) -> None:
         await user.sees("sample 3 of 3")
 
 
-@pytest.mark.parametrize("size", [NARROW, WIDE])
-async def test_markup_escapes_and_controls_are_only_text(tmp_path: Path, size: tuple[int, int]) -> None:
+async def test_markup_escapes_and_controls_are_only_text(tmp_path: Path) -> None:
     hostile = "[bold red]b[/] [@click=app.quit]x[/] $primary \x1b[2J\x1b]0;owned\x07 \u202eback :smile:"
     call = {"turn": 0, "tool": hostile, "arguments": {hostile: hostile}, "answer": hostile, "metrics": {}}
     sample = {
@@ -116,7 +115,7 @@ async def test_markup_escapes_and_controls_are_only_text(tmp_path: Path, size: t
         hostile: hostile,
     }
     (tmp_path / "[red].jsonl").write_bytes(line(**sample) * 2)
-    async with viewing(tmp_path, size) as user:
+    async with viewing(tmp_path) as user:
         seen = []
         for key in ("enter", "z", "s", "s", "t", "r", "c", "escape", "d", "escape", "y", "a", "o"):
             await user.press(key)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from viewer.driving import NARROW, WIDE, User, viewing
 
 KEPT = Path(__file__).parent / "screens"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from viewer.dumps import ours
 
 from toolroll.errors import ConfigError
 from toolroll.viewer.web import WebViewer
+from viewer.dumps import ours
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def _first_screen(user: aiohttp.ClientSession, base: str) -> bool:
             if b"sample 1 of 4" in seen:
                 await page.send_str(json.dumps(["stdin", "q"]))
                 break
-        async for message in page:
+        async for _ in page:
             pass
     return b"sample 1 of 4" in seen
 

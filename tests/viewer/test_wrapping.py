@@ -1,5 +1,6 @@
 """Rows of a text: nothing lost, nothing too wide."""
 
+import itertools
 import time
 
 from hypothesis import given
@@ -27,7 +28,7 @@ def test_words_stay_whole_where_they_can() -> None:
 def test_every_character_is_on_one_row_and_no_row_is_too_wide(text: str, width: int) -> None:
     found = wrap(text, width)
     left_out = text
-    for (_, end), (start, _) in zip(found, found[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(found):
         assert end <= start
         assert text[end:start] in ("", " ", "\n", " \n")
     assert found[0][0] == 0

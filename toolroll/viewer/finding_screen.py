@@ -51,7 +51,7 @@ class FindingScreen(ShelfScreen):
         number = search.find(self.pane.place) if self.pane.place is not None else None
         if here is not None and number is not None:
             found = f"match {search.before(number) + here + 1:,} of {search.matches:,} in {len(search):,} samples"
-        going = "" if self.searched else f", searching step {search.steps_done + 1:,} of {len(search.steps):,} …"
+        going = "" if self.searched else f", in step {search.steps_done + 1:,} of {len(search.steps):,} …"
         return f"find {one_line(search.needle.text, 40)}: {found}{going}"
 
     # Asking

@@ -54,7 +54,7 @@ class ShelfScreen(Screen[None]):
     ShelfScreen #sample { height: 1fr; width: 1fr; }
     ShelfScreen.-narrow.-reading #lists { display: none; }
     ShelfScreen.-wide #main { layout: horizontal; }
-    ShelfScreen.-wide #lists { height: 1fr; max-height: 100%; width: 47%; max-width: 104; border-right: solid $panel; }
+    ShelfScreen.-wide #lists { height: 1fr; max-height: 100%; width: 49%; max-width: 108; border-right: solid $panel; }
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class ShelfScreen(Screen[None]):
         self._every = every
         self._target: Target = "here"
         self._surveyed: tuple[int, int] | None = None
+        self._told: tuple[Content, str] | None = None
 
     def compose(self) -> ComposeResult:
         """The title, the lists, the sample, the keys."""
@@ -272,10 +273,13 @@ class ShelfScreen(Screen[None]):
         room = self.size.width - len(name) - len(said) - 5
         where = cut_left(one_line(str(self.shelf.directory), 1000), room)
         title = Content.assemble((name, "bold $primary"), (said, ""), (f" · {where}" if where else "", "dim"))
-        self.query_one("#title", Static).update(title)
         status = " · ".join(self.status())
+        if (title, status) == self._told:
+            return
+        self._told = title, status
+        self.query_one("#title", Static).update(title, layout=False)
         line = self.query_one("#status", Static)
-        line.update(Content(status))
+        line.update(Content(status), layout=False)
         line.set_class(bool(status), "-said")
 
     def status(self) -> list[str]:

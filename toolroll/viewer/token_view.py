@@ -114,9 +114,14 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
         self._starts, line = [], 0
         for flow in self._flows:
             self._starts.append(line)
-            line += 1 + (len(flow.tokens.ids) if self.one_per_line else len(flow))
+            line += self._titles + (len(flow.tokens.ids) if self.one_per_line else len(flow))
         self.virtual_size = Size(self.size.width, HEAD + line)
         self.refresh()
+
+    @property
+    def _titles(self) -> int:
+        """Lines above each sequence that say which it is."""
+        return int(len(self._flows) > 1)
 
     def on_resize(self, event: events.Resize) -> None:
         """Lay them out anew where the width is another."""
@@ -144,11 +149,11 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
             return [(f" {self._said}", "note")] if y == 1 else []
         line = self.scroll_offset.y + max(0, y - HEAD)
         number = bisect_right(self._starts, line) - 1
-        flow, row = self._flows[number], line - self._starts[number] - 1
+        flow, row = self._flows[number], line - self._starts[number] - self._titles
         if y < HEAD:
             return self._head(flow)[y]
         if row < 0:
-            return [(f" sequence {number + 1} of {len(self._flows)}", "note")] if len(self._flows) > 1 else []
+            return [(f" sequence {number + 1} of {len(self._flows)}", "note")]
         if self.one_per_line:
             return self._token(flow, row) if row < len(flow.tokens.ids) else []
         if row >= len(flow):
