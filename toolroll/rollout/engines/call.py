@@ -150,7 +150,7 @@ class Call(Generic[T]):
 
     async def _ask(self, pool: Pool, server: Server) -> T:
         self.tried[server.url] += 1
-        self.attempt_id = f"{pool.tag}/{self.name}/{uuid4().hex}"
+        self.attempt_id = f"{self.name}/{uuid4().hex}"
         data = orjson.dumps(self.body(self.attempt_id)) if self.body else None
         unanswered = True
         try:

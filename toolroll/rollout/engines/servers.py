@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import aiohttp
 import orjson
@@ -22,9 +21,8 @@ from toolroll.rollout.engines.engine import Finish, Generation, Timings
 from toolroll.rollout.engines.pool import Pool
 
 T = TypeVar("T")
-Together = Callable[[list[str], str | None], Notice | None]
-"""What stops many attempts of one server at once: these, or all that begin with the tag, where these are all that there
-are. None: they are stopped one by one."""
+Together = Callable[..., Notice]
+"""What stops several attempts of one server at once, by their ids."""
 
 MAX_CONNECTIONS = 1024
 """Per server and event loop: more than engines run at a time, so that the queue is theirs."""
@@ -84,18 +82,22 @@ class Servers:
         """End the calls of these names, with what they have, in ABORT_GRACE seconds at the latest."""
         pool = await self.pool()
         calls = [call for name in names for call in self._calls.get(name, ())]
-        tag = f"{pool.tag}/" if set(names) >= self._calls.keys() else None
+        sending: dict[str | None, asyncio.Task[None]] = {}
 
         def tell(left: list[Call[Any]]) -> None:
             at: dict[str, list[Call[Any]]] = {}
             for call in left:
-                if call.notice is not None:
+                on_its_way = sending.get(call.attempt_id)
+                if call.notice is not None and (on_its_way is None or on_its_way.done()):
                     at.setdefault(call.endpoint, []).append(call)
             for url, some in at.items():
-                one = together([str(call.attempt_id) for call in some], tag) if together and len(some) > 1 else None
-                for notice in [call.notice for call in some] if one is None else [one]:
-                    if notice is not None:
-                        pool.notify(url, *notice)
+                ids = [call.attempt_id for call in some if call.attempt_id]
+                if together is not None:
+                    sending.update(dict.fromkeys(ids, pool.notify(url, *together(*ids))))
+                    continue
+                for call in some:
+                    if notice := call.notice:
+                        sending[call.attempt_id] = pool.notify(url, *notice)
 
         await self._end(calls, tell)
 
@@ -169,7 +171,7 @@ class Servers:
             for other in list(self._pools):
                 if other.is_closed():
                     self._pools.pop(other, None)
-            self._pools[loop] = pool = Pool(self.urls, self.max_connections, self._headers, uuid4().hex[:12])
+            self._pools[loop] = pool = Pool(self.urls, self.max_connections, self._headers)
             await anext(pool.keeper)
         return self._pools[loop]
 

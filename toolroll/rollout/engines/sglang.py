@@ -82,7 +82,7 @@ class SGLangEngine:
 
     async def abort_many(self, request_ids: Collection[str]) -> None:
         """The same for many at once."""
-        await self._servers.abort(request_ids, lambda _, tag: None if tag is None else _abort_one(tag))
+        await self._servers.abort(request_ids)
 
     async def context_length(self) -> int | None:
         """How many ids a prompt and its answer may have together; None where the server doesn't say."""
@@ -180,6 +180,5 @@ def _nothing(answer: Any, call: Call[Any]) -> None:
 
 
 def _abort_one(attempt_id: str) -> Notice:
-    # SGLang stops all calls whose ids begin so. An attempt's id ends in a number of its own: none begins with another,
-    # and all of one pool's begin with its tag.
+    # SGLang stops all calls whose ids begin so. An attempt's id ends in a number of its own: none begins with another.
     return "/abort_request", {"rid": attempt_id}

@@ -90,7 +90,7 @@ class VLLMEngine:
 
     async def abort_many(self, request_ids: Collection[str]) -> None:
         """The same for many at once."""
-        await self._servers.abort(request_ids, lambda attempts, _: _abort(*attempts))
+        await self._servers.abort(request_ids, _abort)
 
     async def context_length(self) -> int | None:
         """How many ids a prompt and its answer may have together; None where the server doesn't say."""
