@@ -24,6 +24,14 @@ def pytest_report_header() -> str:
     return f"toolroll {toolroll.__version__} from {Path(toolroll.__file__).parent}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests go to one process, where several run them: those of a file; all that share what is dear to make."""
+    for item in items:
+        dear = [name for name in ("sglang", "cluster") if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group(dear[0] if dear else str(item.path)))
+
+
 @pytest.fixture
 def root() -> Path:
     """The checkout: examples, docs and benchmarks are used from there."""

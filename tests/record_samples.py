@@ -15,7 +15,9 @@ from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, Rewa
 from toolroll.schemas import FunctionCall, Message, ToolCall
 
 
-def trajectory(number: int = 0, *, score: float | None = 1.0, text: str = "6 times 7 is 42.", **other: Any) -> Trajectory:
+def trajectory(
+    number: int = 0, *, score: float | None = 1.0, text: str = "6 times 7 is 42.", **other: Any
+) -> Trajectory:
     """A question, a call of the code interpreter, an answer."""
     tokens = TokenStream([1, 2, 3, 4])
     tokens.sampled([5, 6, 7], [-0.5, -0.25, -0.125], turn=0, weight_version="3")
@@ -41,11 +43,15 @@ def trajectory(number: int = 0, *, score: float | None = 1.0, text: str = "6 tim
         "logprobs_of": "scaled",
         "rewards": Rewards(total=score, steps=(0.0, 0.0), tools={"code_interpreter": 0.0}, functions={"right": score}),
         "turns": [
-            TurnRecord(turn=turn, tokens=count, finish="stop", weight_version="3", timings=Timings(total=0.5, queue=0.1))
+            TurnRecord(
+                turn=turn, tokens=count, finish="stop", weight_version="3", timings=Timings(total=0.5, queue=0.1)
+            )
             for turn, count in enumerate((3, 2))
         ],
         "calls": [
-            CallRecord(turn=0, tool="code_interpreter", arguments=arguments, answer="42\n", seconds=0.75, metrics=metrics)
+            CallRecord(
+                turn=0, tool="code_interpreter", arguments=arguments, answer="42\n", seconds=0.75, metrics=metrics
+            )
         ],
         "seconds": 2.0,
         "extra": {"ground_truth": "42"},
@@ -83,7 +89,9 @@ MESSAGES = st.builds(
     st.none()
     | st.lists(
         st.builds(
-            lambda id, name, arguments: ToolCall(id=id, function=FunctionCall(name=name, arguments=arguments)),
+            lambda call_id, name, arguments: ToolCall(
+                id=call_id, function=FunctionCall(name=name, arguments=arguments)
+            ),
             st.none() | ANY_TEXT,
             ANY_TEXT,
             ANY_TEXT | st.dictionaries(ANY_TEXT, JSON, max_size=2),

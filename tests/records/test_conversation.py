@@ -76,24 +76,9 @@ def test_a_model_that_writes_one_thing_for_ever_takes_no_longer(piece: str) -> N
     assert time.perf_counter() - began < 5
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            "user",
-            "assistant",
-            "tool",
-            "system",
-            "\n",
-            "<|im_start|>",
-            "<|im_end|>",
-            "<think>",
-            "</think>",
-            "<tool_call>",
-        ]
-        + ["</tool_call>", "<tool_response>", "</tool_response>", '{"name": "f", "arguments": {}}', "text", " "]
-    ),
-    max_size=20,
-).map("".join)
+MARKERS = "user assistant tool system <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response>"
+OTHERS = ["\n", " ", "text", "</tool_response>", '{"name": "f", "arguments": {}}']
+PIECES = st.lists(st.sampled_from([*MARKERS.split(), *OTHERS]), max_size=20).map("".join)
 
 
 @given(PIECES, PIECES)

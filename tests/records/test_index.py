@@ -207,6 +207,18 @@ def test_a_file_that_is_written_anew(path: Path, new: bytes, moved: bool) -> Non
     assert ids(step) == [json.loads(one)["request_id"] for one in new.splitlines()]
 
 
+def test_a_last_line_that_is_cut_short(path: Path) -> None:
+    path.write_bytes(line(0) + line(1).rstrip())
+    shelf = Shelf(path.parent)
+    step = shelf.steps[0]
+    step.index()
+    assert ids(step) == ["request-0", "request-1"]
+    os.truncate(path, path.stat().st_size - 10)
+    assert shelf.refresh()
+    step.index()
+    assert ids(step) == ["request-0", None]
+
+
 def test_files_that_come_and_go(path: Path) -> None:
     shelf = Shelf(path.parent)
     step = shelf.steps[0]

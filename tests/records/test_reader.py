@@ -66,18 +66,35 @@ def test_a_file_that_is_no_dump_does_not_fill_the_memory(tmp_path: Path, monkeyp
     assert reading.bad == 2
 
 
+def test_not_every_bad_line_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "1.jsonl").write_bytes(b"no\n" * 1000)
+    reading = read(tmp_path)
+    assert list(reading) == []
+    assert reading.bad == 1000
+    assert len(caplog.messages) == reader.NAMED + 1
+
+
+def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    write_verl(tmp_path / "1.jsonl", [verl_line(1)])
+    reading = read(tmp_path)
+    (tmp_path / "1.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"1\.jsonl can't be read: No such file"):
+        list(reading)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     assert list(read(tmp_path)) == []
-    with pytest.raises(ConfigError, match="There is no directory .*rollout_data_dir"):
+    with pytest.raises(ConfigError, match=r"There is no directory .*rollout_data_dir"):
         read(tmp_path / "nothing")
 
 
 MEASURED = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from toolroll.records.reader import read
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 before = peak()
 count = sum(record.summary().turns for record in read(sys.argv[1]))

@@ -122,8 +122,7 @@ def test_a_killed_process_leaves_every_line_that_was_written(tmp_path: Path) -> 
         command = [sys.executable, "-c", KILLED, tmp_path, str(death * 1_000_000)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
-            for _ in range(death):
-                said.append(process.stdout.readline().strip())
+            said += [process.stdout.readline().strip() for _ in range(death)]
             time.sleep(random.uniform(0, 0.03))
             process.kill()
             said += process.stdout.read().split()

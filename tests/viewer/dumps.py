@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ PROBLEMS = (
 )
 
 
-def trajectory(step: int, group: int, sample: int, chance: random.Random) -> Trajectory:
+Encode = Callable[[str], list[int]]
+
+
+def trajectory(step: int, group: int, sample: int, chance: random.Random, encode: Encode | None = None) -> Trajectory:
     """One conversation: thinks, calls the interpreter, answers. The later the step, the more often rightly."""
+    encode = encode or (lambda text: [chance.randrange(1000) for _ in range(max(1, len(text) // 4))])
     question, answer, code = PROBLEMS[group % len(PROBLEMS)]
     skill = min(0.95, 0.25 + 0.07 * step)
     crashes = chance.random() > skill
@@ -51,30 +56,27 @@ def trajectory(step: int, group: int, sample: int, chance: random.Random) -> Tra
     messages = [Message(role="system", content=SYSTEM), Message(role="user", content=question)]
     turns: list[TurnRecord] = []
     calls: list[CallRecord] = []
-    tokens = TokenStream([chance.randrange(1000) for _ in range(len(question) // 4)])
+    tokens = TokenStream(encode(f"system\n{SYSTEM}\nuser\n{question}\nassistant\n"))
     rounds = [code.replace("print", "prnt"), code] if crashes else [code]
     for turn, program in enumerate(rounds):
         thought = f"I should compute this.\nThe question is about {question.split()[0]}, so I set up the numbers."
-        _sample(tokens, turns, turn, chance, step)
+        said = "Let me calculate." if turn == 0 else "That was a typing error. Again:"
+        arguments = json.dumps({"name": "code_interpreter", "arguments": {"code": program}})
+        written = f"<think>\n{thought}\n</think>\n{said}\n<tool_call>\n{arguments}\n</tool_call>"
+        _sample(tokens, turns, turn, encode(written), chance, step)
         call = ToolCall(id=f"call_{turn}", function=FunctionCall(name="code_interpreter", arguments={"code": program}))
-        messages.append(
-            Message(
-                role="assistant",
-                content="Let me calculate." if turn == 0 else "That was a typing error. Again:",
-                reasoning_content=thought if turn == 0 else None,
-                tool_calls=[call],
-            )
-        )
+        thinking = thought if turn == 0 else None
+        messages.append(Message(role="assistant", content=said, reasoning_content=thinking, tool_calls=[call]))
         record = _call(turn, program, answer, chance, infra)
         calls.append(record)
         if record.fault is Fault.INFRA:
             break
-        messages.append(Message(role="tool", content=record.answer, tool_call_id=f"call_{turn}", name="code_interpreter"))
-        tokens.given([chance.randrange(1000) for _ in range(20)], turn=turn)
+        messages.append(Message(role="tool", content=record.answer, tool_call_id=f"call_{turn}", name=record.tool))
+        tokens.given(encode(f"\ntool\n{record.answer}\nassistant\n"), turn=turn)
     else:
-        _sample(tokens, turns, len(rounds), chance, step)
-        said = answer if right else str(int(answer) + chance.randrange(1, 9))
-        messages.append(Message(role="assistant", content=f"The program says so.\n\n#### {said}"))
+        said = f"The program says so.\n\n#### {answer if right else int(answer) + chance.randrange(1, 9)}"
+        _sample(tokens, turns, len(rounds), encode(said), chance, step)
+        messages.append(Message(role="assistant", content=said))
     score = None if infra else float(right)
     reason = FinishReason.INFRA if infra else FinishReason.STOP if right or not crashes else FinishReason.LENGTH
     return Trajectory(
@@ -96,18 +98,19 @@ def trajectory(step: int, group: int, sample: int, chance: random.Random) -> Tra
         ),
         turns=turns,
         calls=calls,
-        seconds=sum(turn.timings.total for turn in turns) + sum(call.seconds for call in calls),
+        seconds=round(sum(turn.timings.total for turn in turns) + sum(call.seconds for call in calls), 3),
         extra={"ground_truth": answer, "difficulty": group},
     )
 
 
-def _sample(tokens: TokenStream, turns: list[TurnRecord], turn: int, chance: random.Random, step: int) -> None:
-    count = chance.randrange(30, 90)
-    logprobs = [-abs(chance.gauss(0, 0.4)) ** 2 * 8 for _ in range(count)]
+def _sample(
+    tokens: TokenStream, turns: list[TurnRecord], turn: int, ids: list[int], chance: random.Random, step: int
+) -> None:
+    logprobs = [-(abs(chance.gauss(0, 0.4)) ** 3) * 12 for _ in ids]
     version = f"v{step}"
-    tokens.sampled([chance.randrange(1000) for _ in range(count)], logprobs, turn=turn, weight_version=version)
-    took = Timings(total=round(count * 0.021, 3), queue=0.004, cached_tokens=64 * turn)
-    turns.append(TurnRecord(turn=turn, tokens=count, finish="stop", weight_version=version, timings=took))
+    tokens.sampled(ids, logprobs, turn=turn, weight_version=version)
+    took = Timings(total=round(len(ids) * 0.021, 3), queue=0.004, cached_tokens=64 * turn)
+    turns.append(TurnRecord(turn=turn, tokens=len(ids), finish="stop", weight_version=version, timings=took))
 
 
 def _call(turn: int, program: str, answer: str, chance: random.Random, infra: bool) -> CallRecord:
@@ -126,19 +129,30 @@ def _call(turn: int, program: str, answer: str, chance: random.Random, infra: bo
         return CallRecord(**given, answer="", fault=Fault.INFRA, error=error)
     if "prnt" in program:
         line = program.count("\n") + 1
-        said = f'Traceback (most recent call last):\n  File "main.py", line {line}, in <module>\nNameError: name \'prnt\' is not defined'
+        said = (
+            f'Traceback (most recent call last):\n  File "main.py", line {line}, in <module>\n'
+            "NameError: name 'prnt' is not defined"
+        )
         return CallRecord(**given, answer=said, fault=Fault.POLICY, error=said, reward=-0.05)
     return CallRecord(**given, answer=answer, reward=0.0)
 
 
-def ours(directory: Path, steps: Sequence[int] = (1, 2, 10), groups: int = 4, samples: int = 4) -> Path:
+def ours(
+    directory: Path,
+    steps: Sequence[int] = (1, 2, 10),
+    groups: int = 4,
+    samples: int = 4,
+    encode: Encode | None = None,
+) -> Path:
     """A run, as RecordWriter leaves it."""
     for step in steps:
         chance = random.Random(step)
         with RecordWriter(directory) as writer:
             for group in range(groups):
                 for sample in range(samples):
-                    writer.append(trajectory(step, group, sample, chance), step)
+                    writer.append(trajectory(step, group, sample, chance, encode), step)
+        path = directory / f"{step}.jsonl"
+        path.write_bytes(re.sub(rb'"written_at":[\d.]+', b'"written_at":1760000000.0', path.read_bytes()))
     return directory
 
 

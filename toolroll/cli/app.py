@@ -18,8 +18,10 @@ from toolroll import __version__
 from toolroll.cli.doctor import doctor
 from toolroll.cli.limiter import app as limiter_app
 from toolroll.cli.run import run
+from toolroll.cli.records import app as records_app
 from toolroll.cli.sandbox import app as sandbox_app
 from toolroll.cli.tools import app as tools_app
+from toolroll.cli.view import view
 from toolroll.errors import ConfigError
 
 app = typer.Typer(
@@ -32,7 +34,9 @@ app.add_typer(tools_app, name="tools")
 app.add_typer(limiter_app, name="limiter")
 app.add_typer(sandbox_app, name="sandbox")
 app.command()(run)
+app.add_typer(records_app, name="records")
 app.command()(doctor)
+app.command()(view)
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,7 +35,11 @@ def dump_files(directory: str | os.PathLike[str]) -> list[DumpFile]:
         return [_file(str(path))]
     if not path.is_dir():
         raise ConfigError(f"There is no directory {directory}. Name the one that was given as rollout_data_dir.")
-    return sorted((_file(found) for found in _find(path, below=True)), key=lambda file: file.order)
+    try:
+        found = _find(path, below=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} can't be read: {error.strerror}.") from error
+    return sorted(map(_file, found), key=lambda file: file.order)
 
 
 def _find(directory: str | os.PathLike[str], *, below: bool) -> list[str]:

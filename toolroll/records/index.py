@@ -32,7 +32,7 @@ from toolroll.errors import ConfigError
 from toolroll.records.columns import Column, Columns
 from toolroll.records.directory import DumpFile, dump_files
 from toolroll.records.json_line import BadLine
-from toolroll.records.reader import is_too_long, lines, whole
+from toolroll.records.reader import BUFFER, is_too_long, lines, whole
 from toolroll.records.record import Record
 from toolroll.records.summary import Bad, Summary
 
@@ -161,7 +161,7 @@ class StepFile:
     def _index_part(self, number: int, part: _Part, left: float, stop: float) -> float:
         """Index on in one file; how many lines may be indexed after that."""
         try:
-            with Path(part.path).open("rb") as file:
+            with Path(part.path).open("rb", BUFFER) as file:
                 file.seek(part.end)
                 before = part.end
                 for line in lines(file):
@@ -227,20 +227,21 @@ class Shelf:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._steps: dict[str, StepFile] = {}
-        self._order: list[StepFile] = []
+        self._looking = threading.Lock()
         self._take_in(dump_files(self.directory))
 
     @property
     def steps(self) -> list[StepFile]:
         """By step; those whose name is no number last, by name. The files of several writers are one step."""
-        return list(self._order)
+        return list(self._steps.values())
 
     def refresh(self) -> bool:
         """Look at the directory again. Whether anything changed: files added, grown, replaced, gone."""
-        try:
-            return self._take_in(dump_files(self.directory))
-        except (ConfigError, OSError):
-            return self._take_in([])
+        with self._looking:
+            try:
+                return self._take_in(dump_files(self.directory))
+            except ConfigError:
+                return self._take_in([])
 
     def _take_in(self, files: list[DumpFile]) -> bool:
         found: dict[str, list[tuple[str, os.stat_result]]] = {}
@@ -257,7 +258,7 @@ class Shelf:
         changed = steps.keys() != self._steps.keys()
         for name, step in steps.items():
             changed |= step._look(found[name])
-        self._steps, self._order = steps, list(steps.values())
+        self._steps = steps
         return changed
 
 

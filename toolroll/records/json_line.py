@@ -30,7 +30,7 @@ class BadLine(ToolrollError):
     """A line that can't be read. The message says what is wrong with it."""
 
 
-def encode(fields: Mapping[str, Any]) -> bytes:
+def encode(fields: Any) -> bytes:
     """The line, with its newline."""
     try:
         return orjson.dumps(fields, _plainer, OPTIONS)

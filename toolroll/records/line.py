@@ -63,8 +63,9 @@ def fields_of(
 
 def foreign_fields(fields: Mapping[str, Any], step: int, gts: Any = UNKNOWN) -> dict[str, Any]:
     """What is written of a sample that is no trajectory of ours: it, with all of verl's keys."""
-    known = {} if gts is UNKNOWN else {"gts": gts}
-    return {"input": "", "output": "", "gts": None, "score": None, **fields, **known, "step": step}
+    if gts is not UNKNOWN:
+        fields = {**fields, "gts": gts}
+    return {"input": "", "output": "", "gts": None, "score": None, **fields, "step": step}
 
 
 def ground_truth(extra: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from toolroll.errors import ConfigError
 from toolroll.records.directory import DumpFile, dump_files
 from toolroll.records.json_line import BadLine
 from toolroll.records.record import Record
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 LONGEST = 256 * 1024 * 1024
 """Bytes of a line. What is longer is no line of a dump, and must not fill the memory."""
+BUFFER = 512 * 1024
+"""Bytes that are read at a time: a good many lines."""
+NAMED = 20
+"""Lines that can't be read and are logged. The others are counted."""
 
 
 def read(directory: str | os.PathLike[str], *, steps: Iterable[int] | None = None) -> Reading:
@@ -35,8 +40,13 @@ class Reading(Iterator[Record]):
     """Records, as they are read."""
 
     def __init__(self, files: Iterable[DumpFile]) -> None:
+        files = list(files)
         self.bad = 0
         """Lines that could not be read, so far."""
+        self.done = 0
+        """Bytes that were read, so far."""
+        self.size = sum(path.stat().st_size for file in files if (path := Path(file.path)).exists())
+        """Bytes that there are to read."""
         self._records = self._read(files)
 
     def __iter__(self) -> Self:
@@ -47,15 +57,26 @@ class Reading(Iterator[Record]):
 
     def _read(self, files: Iterable[DumpFile]) -> Iterator[Record]:
         for file in files:
-            with Path(file.path).open("rb") as opened:
+            try:
+                opened = Path(file.path).open("rb", BUFFER)  # noqa: SIM115 (what is raised while it is open isn't its fault)
+            except OSError as error:
+                raise ConfigError(f"{file.path} can't be read: {error.strerror}.") from error
+            with opened:
                 for place, line in enumerate(lines(opened), 1):
-                    if line.isspace():
-                        continue
-                    try:
-                        yield Record.parse(whole(line))
-                    except BadLine as error:
-                        self.bad += 1
-                        logger.warning("%s, line %d was skipped: %s", file.path, place, error)
+                    self.done += len(line)
+                    if not line.isspace() and (record := self._parsed(file.path, place, line)):
+                        yield record
+
+    def _parsed(self, path: str, place: int, line: bytes) -> Record | None:
+        try:
+            return Record.parse(whole(line))
+        except BadLine as error:
+            self.bad += 1
+            if self.bad <= NAMED:
+                logger.warning("%s, line %d was skipped: %s", path, place, error)
+            if self.bad == NAMED:
+                logger.warning("Further lines that can't be read are skipped without a word.")
+            return None
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:

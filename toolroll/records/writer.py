@@ -27,7 +27,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, Union
 
 from toolroll.errors import ConfigError, ToolrollError
@@ -41,13 +41,16 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 """Of those who wait, whose lines are written together at the most."""
-BYTES_AT_ONCE = 256 * 1024
-"""Then it is time to write: more would no longer be in the processor's cache, and be slower."""
+BYTES_AT_ONCE = 96 * 1024
+"""Then it is time to write. The C library gives larger memory back to the system each time, which takes longer than
+writing."""
 OPEN_FILES = 8
 """Steps that are written at the same time are few."""
 
 
 Sample = Union["Trajectory", Mapping[str, Any]]
+_Lines = list[tuple[int, bytes]]
+"""Each with the place of whom it is from."""
 
 
 class WriterClosed(ToolrollError):
@@ -114,7 +117,8 @@ class RecordWriter:
 
     def append(self, sample: Sample, step: int, *, gts: Any = UNKNOWN) -> None:
         """The same for code that has no event loop: it returns when it was written."""
-        line = self._line(sample, operator.index(step), gts)
+        step = operator.index(step)
+        line = self._line(sample, step, gts)
         with self._writing:
             if self._closed:
                 raise WriterClosed(f"The writer of {self.directory} was closed already.")
@@ -183,30 +187,34 @@ class RecordWriter:
             while len(batches) < AT_ONCE and batches[-1] is not None and not self._waiting.empty():
                 batches.append(self._waiting.get())
             last = batches[-1] is None
-            self._write([batch for batch in batches if batch is not None])
+            some = [batch for batch in batches if batch is not None]
+            try:
+                _settle(some, self._write(some))
+            except Exception as error:  # no fault of ours may leave them waiting
+                _settle(some, [error] * len(some))
 
-    def _write(self, batches: list[_Batch]) -> None:
+    def _write(self, batches: list[_Batch]) -> list[Exception | None]:
+        """What kept each of them from being written."""
         failed: list[Exception | None] = [None] * len(batches)
-        lines: dict[int, list[tuple[int, bytes]]] = {}
+        lines: dict[int, _Lines] = {}
         size = 0
         for place, (samples, step, gts, *_) in enumerate(batches):
-            for sample in samples:
-                try:
+            try:
+                for sample in samples:
                     line = self._line(sample, step, gts)
-                except Exception as error:  # of the user's decode, for instance: it is the caller's
-                    failed[place] = error
-                    break
-                lines.setdefault(step, []).append((place, line))
-                size += len(line)
-                if size >= BYTES_AT_ONCE:
-                    self._flush(lines, failed)
-                    size = 0
-                if failed[place]:
-                    break
+                    lines.setdefault(step, []).append((place, line))
+                    size += len(line)
+                    if size >= BYTES_AT_ONCE:
+                        self._flush(lines, failed)
+                        size = 0
+                        if failed[place]:
+                            break
+            except Exception as error:  # of the user's decode, for instance: it is the caller's
+                failed[place] = failed[place] or error
         self._flush(lines, failed)
-        _settle(batches, failed)
+        return failed
 
-    def _flush(self, lines: dict[int, list[tuple[int, bytes]]], failed: list[Exception | None]) -> None:
+    def _flush(self, lines: dict[int, _Lines], failed: list[Exception | None]) -> None:
         """Write these lines, and note whose weren't."""
         for step, some in lines.items():
             with self._writing:
@@ -216,7 +224,7 @@ class RecordWriter:
         lines.clear()
 
 
-def _settle(batches: list[_Batch], failed: list[Exception | None]) -> None:
+def _settle(batches: list[_Batch], failed: Sequence[Exception | None]) -> None:
     """Tell those who wait, each event loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Batch, Exception | None]]] = {}
     for batch, error in zip(batches, failed, strict=True):

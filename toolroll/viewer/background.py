@@ -76,12 +76,14 @@ class Background(Widget):
     def list(self, listing: Listing) -> None:
         """Go on with a listing until its end."""
         worker = get_current_worker()
-        done = False
+        done, counted = False, 0
         while not done and not worker.is_cancelled:
             done = listing.advance(SLICE)
-            if done:
-                for step in listing.steps:
-                    self._count(step)
+            for step in listing.steps[counted:]:
+                if not step.is_indexed or worker.is_cancelled:
+                    break
+                self._count(step)
+                counted += 1
             self.post_message(self.Listed(listing, done))
 
     @work(thread=True, exclusive=True, group="search")

@@ -14,7 +14,6 @@ from textual.widget import Widget
 
 from toolroll.records.json_line import BadLine
 from toolroll.records.record import Record
-from toolroll.viewer import figures
 from toolroll.viewer.comparison import Fact, facts, fold_shared, group_rows
 from toolroll.viewer.conversation import conversation
 from toolroll.viewer.document_view import DocumentView
@@ -42,29 +41,26 @@ KEYS = (
 class Facts(Widget):
     """What is known of both, in two lines each with their names above."""
 
-    DEFAULT_CSS = "Facts { height: 5; background: $panel; padding: 0 1; }"
+    DEFAULT_CSS = "Facts { height: 4; background: $panel; padding: 0 1; }"
 
     def __init__(self) -> None:
         super().__init__()
         self.title = ""
         self.names = ("", "")
         self.facts: list[Fact] = []
-        self.said = ""
 
     def render_line(self, y: int) -> Strip:
         """One line of it."""
         styles, width = palette(self.app.theme_variables), self.size.width
         if y == 0:
             segments = [Segment(self.title, styles["key"])]
-        elif y == 4:
-            segments = [Segment(self.said, styles["note"])]
         else:
             label = ("", *self.names)[y - 1]
-            segments = [Segment(fitted(label, 12), styles["dim"])]
+            segments = [Segment(fitted(label, max(map(len, self.names)) + 1), styles["dim"])]
             for fact in self.facts:
-                text = (fact.name, fact.left, fact.right)[y - 1]
+                text = fact[y - 1]
                 style = "dim" if y == 1 else "warn" if fact.differs else ""
-                segments.append(Segment(f"{text:>9} ", styles[style]))
+                segments.append(Segment(f"{text:>{max(map(len, fact)) + 2}}", styles[style]))
         return Strip(segments).crop(0, width).adjust_cell_length(width).apply_style(self.rich_style)
 
 
@@ -72,7 +68,7 @@ class CompareScreen(Screen[None]):
     """The two."""
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
-    CSS = """
+    DEFAULT_CSS = """
     CompareScreen { layout: vertical; }
     CompareScreen Horizontal { height: 1fr; }
     CompareScreen DocumentView { width: 1fr; height: 1fr; }
@@ -116,7 +112,7 @@ class CompareScreen(Screen[None]):
             self.dismiss(None)
             return
         made = (conversation(record) for record in records)
-        one, other, shared = fold_shared(*made)
+        one, other = fold_shared(*made)
         for view, document in zip(self._views, (one, other), strict=True):
             view.show(document)
         bar, group = self._facts, records[0].group
@@ -125,11 +121,6 @@ class CompareScreen(Screen[None]):
         )
         bar.names = f"sample {left + 1}", f"sample {right + 1}"
         bar.facts = facts(records[0].summary(), records[1].summary())
-        bar.said = (
-            f"{figures.plural(shared, 'part')} at the beginning the same in both, and folded"
-            if shared
-            else "they differ from the first word on"
-        )
         bar.refresh()
 
     def _record(self, row: int) -> Record:

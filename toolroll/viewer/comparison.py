@@ -9,7 +9,7 @@ from typing import NamedTuple
 from toolroll.records.index import StepFile
 from toolroll.records.summary import Bad, Summary
 from toolroll.viewer import figures
-from toolroll.viewer.document import Document
+from toolroll.viewer.document import Block, Document, Kind
 from toolroll.viewer.harmless import one_line
 
 
@@ -40,22 +40,25 @@ def group_rows(step: StepFile, row: int) -> list[int]:
     return [other for other in range(len(step)) if column[other] == group and not isinstance(step.summary(other), Bad)]
 
 
-def fold_shared(left: Document, right: Document) -> tuple[Document, Document, int]:
-    """Both with the beginning folded that they have in common, and how many blocks that is."""
+def fold_shared(left: Document, right: Document) -> tuple[Document, Document]:
+    """Both, with the beginning that they have in common as one folded block."""
     shared = 0
     for one, other in zip(left.blocks, right.blocks, strict=False):
         if (one.kind, one.title, one.text) != (other.kind, other.title, other.text):
             break
         shared += 1
-    return _folded(left, shared), _folded(right, shared), shared
+    return _folded(left, shared), _folded(right, shared)
 
 
 def _folded(document: Document, shared: int) -> Document:
-    blocks = list(document.blocks)
-    for number in range(shared):
-        detail = " · ".join(filter(None, (blocks[number].detail, "the same in both")))
-        blocks[number] = replace(blocks[number], folded=True, detail=detail)
-    return Document(blocks)
+    if not shared:
+        return document
+    text = "\n\n".join(f"{block.title}\n{block.text}".strip() for block in document.blocks[:shared])
+    title = f"the first {shared} parts are the same" if shared > 1 else "the first part is the same"
+    rest = list(document.blocks[shared:])
+    if rest and rest[0].beside:
+        rest[0] = replace(rest[0], beside=False)
+    return Document([Block(Kind.NOTE, title, text, folded=True), *rest])
 
 
 def _shown(summary: Summary) -> Sequence[tuple[str, str]]:

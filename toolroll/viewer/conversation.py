@@ -15,7 +15,7 @@ from typing import Any
 from toolroll.records.record import Record
 from toolroll.viewer import figures
 from toolroll.viewer.document import Block, Document, Kind
-from toolroll.viewer.fields import as_text, field_block
+from toolroll.viewer.fields import as_text, field_blocks
 from toolroll.viewer.harmless import harmless, one_line
 
 Clean = Callable[[str], str]
@@ -46,11 +46,8 @@ def conversation(record: Record, clean: Clean = harmless) -> Document:
     blocks = list(_Conversation(record, clean).blocks())
     if record.error:
         blocks.append(Block(Kind.FAULT, "what failed", clean(record.error)))
-    shown = set(_SPOKEN) if record.messages else _SPOKEN - {"input", "output", "messages"}
-    for name, value in record.fields.items():
-        if name not in shown and value is not None and value != {}:
-            blocks.append(field_block(name, value, clean))
-    return Document(blocks)
+    rest = {name: value for name, value in record.fields.items() if name not in _SPOKEN and value is not None}
+    return Document([*blocks, *field_blocks(rest, clean)])
 
 
 class _Conversation:
@@ -182,7 +179,7 @@ class _Conversation:
         totals = [timing.get("total") for entry in entries if isinstance(timing := entry.get("timings"), Mapping)]
         if known := [total for total in totals if isinstance(total, int | float)]:
             parts.append(figures.seconds(sum(known)))
-        return " · ".join(parts)
+        return _joined(parts)
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
@@ -257,9 +254,9 @@ def _call_detail(record: Mapping[str, Any]) -> str:
     reward = record.get("reward")
     if isinstance(reward, int | float):
         parts.append(f"reward {figures.score(reward)}")
-    return " · ".join(parts)
+    return _joined(parts)
 
 
-def assistant_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the assistant said, message by message: for comparing two samples."""
-    return [as_text(message.get("content")) for message in messages if message.get("role") == "assistant"]
+def _joined(parts: Sequence[str]) -> str:
+    """Parts of a detail, which are broken into lines between them only."""
+    return " · ".join(part.replace(" ", "\u00a0") for part in parts)

@@ -17,6 +17,7 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
+from toolroll.viewer import figures
 from toolroll.viewer.document import Block, Document, Kind
 from toolroll.viewer.highlight import Run, runs
 from toolroll.viewer.layout import GUTTER, Cell, Layout, Line, Part
@@ -41,7 +42,7 @@ class DocumentView(ScrollView, can_focus=True, inherit_bindings=False):
     """Shows a document, its folds, and where the needle is."""
 
     BINDINGS: ClassVar[list[BindingType]] = SCROLLING
-    DEFAULT_CSS = "DocumentView { overflow-x: hidden; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = "DocumentView { overflow-x: hidden; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }"
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002 (textual's word)
         super().__init__(id=id)
@@ -225,7 +226,8 @@ class DocumentView(ScrollView, can_focus=True, inherit_bindings=False):
     def _text(self, cell: Cell) -> list[Segment]:
         block, styles = self._document.blocks[cell.block], self._styles
         if cell.part is Part.MORE:
-            return [Segment(f"▸ {cell.end:,} more lines: z, or a click, shows them", styles["note"])]
+            more = figures.plural(cell.end - cell.start, "more character", "more characters")
+            return [Segment(f"▸ {more}: z, or a click, shows them", styles["note"])]
         if cell.part is Part.DETAIL:
             return [Segment(block.detail[cell.start : cell.end], styles["dim"])]
         base = styles[f"text.{block.kind}"]

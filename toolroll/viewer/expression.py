@@ -131,7 +131,7 @@ def _tree(source: str) -> ast.expr:
             warnings.simplefilter("ignore")  # of Python's, about escapes and `is` with a literal
             return _within(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
-        raise ExpressionError(_said(text, error), indent + max(0, (error.offset or 1) - 1)) from None
+        raise ExpressionError(_said(text, error), indent + _column(text, error)) from None
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; thousands of digits; too deep for Python
         raise ExpressionError(str(error) or "nested too deeply", 0) from None
 
@@ -146,16 +146,24 @@ def _within(tree: ast.expr) -> ast.expr:
     return tree
 
 
+def _column(text: str, error: SyntaxError) -> int:
+    """Where Python stopped, from 0. It says 0, counting from 1, where it wanted more."""
+    if not error.offset:
+        return len(text)
+    before = sum(len(line) + 1 for line in text.split("\n")[: (error.lineno or 1) - 1])
+    return min(before + error.offset - 1, len(text))
+
+
 def _said(text: str, error: SyntaxError) -> str:
     for wrong, right in (("&&", "and"), ("||", "or")):
         if wrong in text:
             return f"write {right} for {wrong}"
-    message = error.msg or "not understood"
-    if "=" in message and "==" in message:
+    column = _column(text, error)
+    if column == len(text):
+        return "unfinished"
+    if text[column] == "=" and error.msg == "invalid syntax":
         return "write == to compare"
-    if message == "invalid syntax" or message.startswith("unexpected EOF"):
-        return "unfinished" if (error.offset or 0) > len(text) else "not understood from here"
-    return message
+    return "not understood from here" if error.msg == "invalid syntax" else error.msg
 
 
 def _called(node: ast.expr) -> str:

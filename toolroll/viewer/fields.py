@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from rich.cells import cell_len
+
 from toolroll.records.record import Record
 from toolroll.viewer import figures
 from toolroll.viewer.document import Block, Document, Kind
@@ -13,6 +15,9 @@ from toolroll.viewer.harmless import harmless, one_line
 
 PACKED = ("tokens", "earlier")
 """Fields of numbers packed for machines. They have a view of their own."""
+
+SHORT = 100
+"""Characters up to which a value is put on a line with its name."""
 
 
 def fields(record: Record, hidden: Collection[str] = (), clean: Callable[[str], str] = harmless) -> Document:
@@ -24,10 +29,19 @@ def fields(record: Record, hidden: Collection[str] = (), clean: Callable[[str], 
     return Document([_as_written(name, record.fields[name], clean) for name in names])
 
 
-def field_block(name: str, value: Any, clean: Callable[[str], str]) -> Block:
-    """One field."""
-    language = None if isinstance(value, str) else "json"
-    return Block(Kind.FIELD, one_line(name, 60), clean(as_text(value)), language=language)
+def field_blocks(values: Mapping[str, Any], clean: Callable[[str], str]) -> list[Block]:
+    """Some fields: what is short together, all else each by itself."""
+    short, long = [], []
+    for name, value in values.items():
+        text = as_text(value, indent=None)
+        if len(text) <= SHORT and "\n" not in text:
+            short.append((one_line(name, 40), text))
+        else:
+            language = None if isinstance(value, str) else "json"
+            long.append(Block(Kind.FIELD, one_line(name, 60), clean(as_text(value)), language=language))
+    width = max((cell_len(name) for name, _ in short), default=0)
+    lines = [f"{name}{' ' * (width - cell_len(name))}  {clean(text)}" for name, text in short]
+    return [*([Block(Kind.FIELD, "fields", "\n".join(lines))] if lines else []), *long]
 
 
 def as_text(value: Any, indent: int | None = 2) -> str:

@@ -9,6 +9,7 @@ read as markup, anywhere in the viewer: that is the widgets' part.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 TAB = 4
 
@@ -47,7 +48,11 @@ def one_line(text: str, most: int = 200) -> str:
 
 
 def _shown(found: re.Match[str]) -> str:
-    character = found[0]
+    return _picture(found[0])
+
+
+@lru_cache(maxsize=1024)
+def _picture(character: str) -> str:
     number = ord(character)
     if character == "\t":
         return " " * TAB

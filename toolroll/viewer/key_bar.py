@@ -34,7 +34,7 @@ def key_lines(keys: Sequence[Key], width: int) -> list[list[Key]]:
 class KeyBar(Widget):
     """The footer."""
 
-    DEFAULT_CSS = "KeyBar { dock: bottom; height: auto; background: $panel; }"
+    DEFAULT_CSS = "KeyBar { height: auto; background: $panel; }"
 
     def __init__(self, keys: Sequence[Key]) -> None:
         super().__init__()

@@ -51,11 +51,11 @@ FINDING = (
         "Sort by the next column; the other way around. Numbers as numbers, what is unknown last.",
         (("o", "sort"), ("O", "turn_order")),
     ),
-    Key("a", "all steps", "List the samples of all steps, or of one.", (("a", "all_steps"),)),
+    Key("a", "all", "List the samples of all steps, or of one.", (("a", "all_steps"),)),
     Key("i", "id", "Go to the sample of a request id.", (("i", "request_id"),)),
 )
 LOOKING = (
-    Key("s", "display", "Show the sample as a conversation, as plain text, as a table.", (("s", "switch_display"),)),
+    Key("s", "view", "Show the sample as a conversation, as plain text, as a table.", (("s", "switch_display"),)),
     Key("d", "fields", "Choose the fields that plain text and table show.", (("d", "fields"),)),
     Key("z", "fold", "Unfold thinking and long texts, or fold them again. A click does it for one.", (("z", "fold"),)),
     Key(
@@ -64,14 +64,14 @@ LOOKING = (
         "Show the tokens by mask and log-probability: as text, then one per line.",
         (("t", "tokens"),),
     ),
-    Key("r", "rewards", "Show what it earned and what it took.", (("r", "rewards"),)),
+    Key("r", "reward", "Show what it earned and what it took.", (("r", "rewards"),)),
     Key("c", "compare", "Compare with another sample of the same group, side by side.", (("c", "compare"),)),
-    Key("l", "plots", "Plot scores, turns, calls, faults, tokens and ends by step.", (("l", "plots"),)),
+    Key("l", "plot", "Plot scores, turns, calls, faults, tokens and ends by step.", (("l", "plots"),)),
 )
 REST = (
     Key("F", "follow", "Go along with a run that is writing: always the newest sample.", (("F", "follow"),)),
     Key("y", "copy", "Copy the sample to the clipboard as Markdown.", (("y", "copy"),)),
-    Key("e", "export", "Write the sample to a Markdown file in the present directory.", (("e", "export"),)),
+    Key("e", "save", "Write the sample to a Markdown file in the present directory.", (("e", "export"),)),
     Key("?", "help", "This help.", (("question_mark", "help"),)),
     Key("q", "quit", "Leave.", (("q", "app.quit"),)),
 )

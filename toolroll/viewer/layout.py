@@ -17,14 +17,16 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from toolroll.viewer.document import Block, Document
-from toolroll.viewer.wrapping import wrap
+from toolroll.viewer.wrapping import Row, wrap
 
 GUTTER = 2
 """Cells at the left of a block: its coloured bar."""
-BESIDE_FROM = 84
+BESIDE_FROM = 80
 """The width from which on there is room for two blocks side by side."""
 LONG, BEGINNING = 120, 40
 """A text of more lines than LONG is shown by its BEGINNING."""
+HUGE = 100_000
+"""Characters beyond which lines aren't even counted before somebody wants to see them."""
 NAMES = 16
 """The width of a table's first column, at the most."""
 
@@ -36,11 +38,11 @@ class Part(IntEnum):
     DETAIL = 1
     BODY = 2
     MORE = 3
-    """How many lines aren't shown."""
+    """That there is more which isn't shown."""
 
 
 class Cell(NamedTuple):
-    """A part of a block, from one character to another. Of MORE, `end` is how many lines there are."""
+    """A part of a block, from one character to another. Of MORE, from the first character that isn't shown."""
 
     block: int
     part: Part
@@ -149,13 +151,23 @@ class Layout:
             self._folds.add(number)
             if number not in self.turned:
                 return []
-        rows = wrap(block.text, max(width, 10))
-        cells = [Cell(number, Part.BODY, *row) for row in rows]
+        width = max(width, 10)
+        is_huge = len(block.text) > HUGE
+        if is_huge and not block.folded:
+            self._folds.add(number)
+            if number not in self.turned:
+                return self._beginning(number, wrap(block.text[: 2 * width * BEGINNING], width))
+        rows = wrap(block.text, width)
         if len(rows) > LONG and not block.folded:
             self._folds.add(number)
             if number not in self.turned:
-                return [*cells[:BEGINNING], Cell(number, Part.MORE, 0, len(rows) - BEGINNING)]
-        return cells
+                return self._beginning(number, rows)
+        return [Cell(number, Part.BODY, *row) for row in rows]
+
+    def _beginning(self, number: int, rows: list[Row]) -> list[Cell]:
+        """The beginning of a long text, and that there is more."""
+        shown = [Cell(number, Part.BODY, *row) for row in rows[:BEGINNING]]
+        return [*shown, Cell(number, Part.MORE, shown[-1].end, len(self.document.blocks[number].text))]
 
     # A table: the names on the left, the values on the right
 

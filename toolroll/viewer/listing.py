@@ -18,6 +18,8 @@ from toolroll.records.summary import Bad
 from toolroll.viewer.expression import Expression, Lookup
 from toolroll.viewer.ordering import Order, in_order
 
+SORTED_AT_ONCE = 20_000
+"""Samples that are put in order in a moment."""
 ROW_BITS = 40
 ROWS = (1 << ROW_BITS) - 1
 
@@ -64,7 +66,8 @@ class Listing:
         self._unread: set[tuple[int, int]] = set()
         self._found: array[int] = array("q")
         self._shown = self._found
-        self._sorted = 0
+        self._sorted = -1
+        self._begun = False
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -86,16 +89,25 @@ class Listing:
             return None
 
     def advance(self, seconds: float) -> bool:
-        """Go on for so long. Whether everything was seen."""
+        """Go on for so long. Whether everything was seen, and is in order.
+
+        The first call never puts many in order, so that it can be made where nobody must wait.
+        """
         until = time.monotonic() + seconds
+        is_first, self._begun = not self._begun, True
         self._look_again()
         for number, step in enumerate(self.steps):
             while not self._take(number, step, until):
                 if time.monotonic() >= until:
-                    self._show(done=False)
+                    if len(self._found) >= 2 * self._sorted and not is_first:
+                        self._sort()
                     return False
                 step.index(up_to=2000, seconds=max(0.001, until - time.monotonic()))
-        self._show(done=True)
+        if self._sorted == len(self._found):
+            return True
+        if is_first and len(self._found) > SORTED_AT_ONCE and self.order != Order():
+            return False
+        self._sort()
         return True
 
     def _take(self, number: int, step: StepFile, until: float) -> bool:
@@ -129,22 +141,18 @@ class Listing:
                 if self.wanted.matches(_Lookups(step, self.wanted).of(row)):
                     self._found.append(number << ROW_BITS | row)
 
-    def _show(self, done: bool) -> None:
-        """Put what was found in order: at the end, and now and then on the way."""
+    def _sort(self) -> None:
+        """Put what was found in order."""
+        self._sorted = len(self._found)
         if self.order == Order():
             return
-        if len(self._found) < 2 * self._sorted and not done:
-            return
-        columns = [_sort_values(step, self.order.column) for step in self.steps]
-
-        def value(packed: int) -> Any:
-            return columns[packed >> ROW_BITS](packed & ROWS)
-
-        self._sorted = len(self._found)
         if self.order.column == "file":
             self._shown = array("q", reversed(self._found))
-        else:
-            self._shown = array("q", in_order(self._found, value, self.order.descending))
+            return
+        found = self._found
+        columns = [_sort_values(step, self.order.column) for step in self.steps]
+        values = [columns[packed >> ROW_BITS](packed & ROWS) for packed in found]
+        self._shown = array("q", (found[place] for place in in_order(values, self.order.descending)))
 
 
 class _Lookups:
@@ -191,7 +199,5 @@ def _faults(step: StepFile, row: int) -> int:
 def _sort_values(step: StepFile, name: str) -> Any:
     if name == "faults":
         return lambda row: _faults(step, row)
-    if name == "file":
-        return lambda row: row
     column = step.column(name)
     return lambda row: column[row]

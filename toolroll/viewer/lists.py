@@ -47,7 +47,7 @@ class StepList(RowsView):
             return [*pieces, (f"{figures.size(step.size):>12} ", "dim")]
         score = figures.score(known.score) if known.score is None else f"{known.score:.3g}"
         count = str(known.samples) if known.samples < 100_000 else f"{known.samples // 1000}k"
-        style = "dim" if known.samples else "warn"
+        style = "bad" if known.bad else "dim" if known.samples else "warn"
         return [*pieces, (f"{count:>5} ", style), (f"{score:>6} ", row.score_style(known.score))]
 
     def empty(self) -> str:
@@ -76,6 +76,10 @@ class SampleList(RowsView):
         self._listing, self._with_step = listing, with_step
         self.update()
 
+    def shows(self, column: str) -> bool:
+        """Whether there is room for a column."""
+        return any(column == shown.name for shown in self._columns(self.scrollable_content_region.width))
+
     def count(self) -> int:
         """How many rows there are."""
         return len(self._listing)
@@ -93,7 +97,7 @@ class SampleList(RowsView):
         except IndexError:  # begun anew since; the next look at the directory says so
             return [(" gone", "dim")]
         if isinstance(summary, Bad):
-            return [(f" {number + 1:>6} ", "dim"), (one_line(f"✗ {summary.problem}"), "bad")]
+            return [(f" {number + 1:>6} ", "dim"), (fitted(one_line(f"✗ {summary.problem}"), width - 8), "bad")]
         return row.cells(summary, number + 1, self._columns(width))
 
     def empty(self) -> str:
@@ -103,7 +107,7 @@ class SampleList(RowsView):
     def header_clicked(self, x: int) -> None:
         """Sort by the column that was clicked."""
         right = 1
-        for column in self._columns(self.size.width):
+        for column in self._columns(self.scrollable_content_region.width):
             right += column.width + 1
             if x < right:
                 self.post_message(self.SortAsked("file" if column.name == "row" else column.name))

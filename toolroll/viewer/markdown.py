@@ -23,7 +23,8 @@ def markdown(record: Record, title: str) -> str:
     for block in conversation(record).blocks:
         level = "###" if block.beside or block.kind is Kind.CALL else "##"
         heading = f"{level} {code(block.title)}"
-        parts.append(f"{heading} ({block.detail})" if block.detail else heading)
+        detail = block.detail.replace("\u00a0", " ")
+        parts.append(f"{heading} ({detail})" if detail else heading)
         if block.text:
             parts.append(fenced(block.text, _language(block)))
     return "\n\n".join(parts) + "\n"

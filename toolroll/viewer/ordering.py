@@ -6,11 +6,9 @@ order of the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 COLUMNS = ("file", "score", "turns", "calls", "faults", "tokens", "seconds", "finish_reason")
 """What can be sorted by, in the order in which the key goes through them. "file": as written."""
@@ -32,19 +30,17 @@ class Order:
         return replace(self, descending=not self.descending)
 
 
-def in_order(items: Iterable[Item], value: Callable[[Item], Any], descending: bool = False) -> list[Item]:
-    """The items by their value, what has none at the end.
+def in_order(values: Sequence[Any], descending: bool = False) -> list[int]:
+    """The places of values, by value; those of what isn't known at the end.
 
-    >>> in_order([9, None, -0.05, 10, 2e-05, 1.0, 0.5], lambda score: score)
+    >>> scores = [9, None, -0.05, 10, 2e-05, 1.0, 0.5]
+    >>> [scores[place] for place in in_order(scores)]
     [-0.05, 2e-05, 0.5, 1.0, 9, 10, None]
     """
-    known: list[tuple[Any, Item]] = []
-    unknown: list[Item] = []
-    for item in items:
-        found = value(item)
-        if found is None or found != found:  # not a number: it has no place among numbers
-            unknown.append(item)
-        else:
-            known.append((found, item))
-    known.sort(key=lambda pair: pair[0], reverse=descending)
-    return [item for _, item in known] + unknown
+    known: list[int] = []
+    unknown: list[int] = []
+    for place, value in enumerate(values):
+        # What is no number (NaN) has no place among numbers.
+        (unknown if value is None or value != value else known).append(place)
+    known.sort(key=values.__getitem__, reverse=descending)
+    return known + unknown

@@ -33,13 +33,18 @@ class Palette(dict[str, Style]):
 
 def palette(variables: Mapping[str, str]) -> Palette:
     """The palette of a theme, from textual's variables for it."""
+    is_ansi = Color.parse(variables["background"]).ansi is not None
 
     def color(name: str, blend: float = 0.0) -> str:
         """A colour of the theme, a part of the way to the background."""
         made = Color.parse(variables[name])
+        if made.ansi is not None or is_ansi:  # the terminal's own colours can't be mixed
+            return made.rich_color.name
         return made.blend(Color.parse(variables["background"]), blend).rich_color.name
 
     def style(name: str, blend: float = 0.0, *, on: str | None = None, fade: float = 0.0, **more: bool) -> Style:
+        if is_ansi and on is not None:
+            return Style(color=color(on if on != "panel" else name), reverse=on != "panel", bold=True)
         return Style(color=color(name, blend), bgcolor=color(on, fade) if on else None, **more)  # type: ignore[arg-type]
 
     return Palette(
@@ -51,8 +56,8 @@ def palette(variables: Mapping[str, str]) -> Palette:
             "zero": style("foreground", 0.35),
             "header": style("foreground", 0.35, on="panel"),
             "header.sorted": style("primary", on="panel", bold=True),
-            "cursor": Style(bgcolor=color("primary", 0.75)),
-            "cursor.focused": Style(bgcolor=color("primary", 0.55), bold=True),
+            "cursor": Style(underline=True) if is_ansi else Style(bgcolor=color("primary", 0.8)),
+            "cursor.focused": Style(reverse=True) if is_ansi else Style(bgcolor=color("primary", 0.65), bold=True),
             "key": style("primary", bold=True),
             "match": style("background", on="warning"),
             "match.current": style("background", on="error", bold=True),

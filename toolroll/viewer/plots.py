@@ -33,6 +33,7 @@ KEYS = (
     Key("q", "quit", "", (("q", "app.quit"),)),
 )
 COLORS = ((224, 164, 88), (111, 179, 184), (143, 193, 122), (224, 108, 117), (180, 142, 173), (200, 200, 200))
+TICKS = 8
 
 Line = Callable[[StepFigures], float | None]
 
@@ -68,8 +69,8 @@ class PlotScreen(Screen[None]):
     """The plots."""
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(KEYS)]
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
-    CSS = """
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012 (as textual declares it)
+    DEFAULT_CSS = """
     PlotScreen { layout: vertical; }
     PlotScreen #head { height: 1; background: $panel; padding: 0 1; }
     PlotScreen Grid { height: 1fr; grid-size: 1; }
@@ -146,10 +147,17 @@ def _draw(plot: Plot, canvas: Any, counted: Sequence[tuple[int, StepFigures]]) -
         points = [(step, found) for step, figure in counted if (found := value(figure)) is not None]
         if points:
             steps, values = zip(*points, strict=True)
-            label = label if len(lines) > 1 else None
-            canvas.plot(steps, values, label=label, color=COLORS[number % len(COLORS)], marker="braille")
+            name = label if len(lines) > 1 else None
+            canvas.plot(steps, values, label=name, color=COLORS[number % len(COLORS)], marker="braille")
             drawn = True
+    canvas.xticks(_ticks([step for step, _ in counted]))
     canvas.title(plot.title if drawn else f"{plot.title}: nothing is known")
+
+
+def _ticks(steps: Sequence[int]) -> list[int]:
+    """Some of the steps, evenly: whole numbers, as steps are."""
+    every = max(1, -(-len(steps) // TICKS))
+    return list(steps[::every])
 
 
 def _ends(counted: Sequence[tuple[int, StepFigures]]) -> list[tuple[str, Line]]:

@@ -6,7 +6,7 @@ What is wrong with what is typed stands below it while one types.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
@@ -16,8 +16,19 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Input, Static
 
-Check = Callable[[str], tuple[str, bool]]
-"""From what is typed to a remark on it, and whether it is an error."""
+from toolroll.viewer.harmless import harmless
+
+
+class Remark(NamedTuple):
+    """What is said of what is typed."""
+
+    text: str
+    column: int | None = None
+    """Where it is wrong, from 0; None where it isn't."""
+
+
+Check = Callable[[str], Remark]
+"""From what is typed to a remark on it."""
 
 
 class Prompt(Vertical):
@@ -25,7 +36,7 @@ class Prompt(Vertical):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", show=False, priority=True)]
     DEFAULT_CSS = """
-    Prompt { dock: bottom; height: auto; background: $surface; display: none; }
+    Prompt { height: auto; background: $surface; display: none; }
     Prompt.-open { display: block; }
     Prompt Horizontal { height: 1; }
     Prompt #prompt-label { width: auto; color: $primary; text-style: bold; padding: 0 1; }
@@ -53,7 +64,7 @@ class Prompt(Vertical):
     def __init__(self) -> None:
         super().__init__(id="prompt")
         self.kind = ""
-        self._check: Check = lambda _: ("", False)
+        self._check: Check = lambda _: Remark("")
 
     def compose(self) -> ComposeResult:
         """The label, the line, the remark."""
@@ -89,17 +100,29 @@ class Prompt(Vertical):
     @on(Input.Changed)
     def _changed(self, event: Input.Changed) -> None:
         event.stop()
-        self._remark(event.value)
+        if (shown := harmless(event.value)) != event.value:  # what was pasted may hold anything
+            event.input.value = shown
+        else:
+            self._remark(event.value)
 
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        if not self._check(event.value)[1]:
+        if self._check(event.value).column is None:
             self.shut()
             self.post_message(self.Given(self.kind, event.value))
 
     def _remark(self, text: str) -> None:
-        said, is_error = self._check(text)
-        remark = self.query_one("#prompt-remark", Static)
-        remark.update(Content(said))
-        remark.set_class(is_error, "-error")
+        said = self._check(text)
+        line = self.query_one("#prompt-remark", Static)
+        line.update(Content(self._pointed(said)))
+        line.set_class(said.column is not None, "-error")
+
+    def _pointed(self, said: Remark) -> str:
+        """The remark, below the place that it is about where there is room."""
+        if said.column is None:
+            return said.text
+        column = len(self.kind) + 1 + said.column
+        if column + 2 + len(said.text) < self.size.width - 2:
+            return f"{' ' * column}^ {said.text}"
+        return f"at {said.column + 1}: {said.text}"

@@ -29,7 +29,7 @@ class RowsView(ScrollView, can_focus=True, inherit_bindings=False):
         Binding("home", "move_to_end(-1)", show=False),
         Binding("end", "move_to_end(1)", show=False),
     ]
-    DEFAULT_CSS = "RowsView { overflow-x: hidden; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = "RowsView { overflow-x: hidden; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }"
 
     class Chosen(Message):
         """The cursor was moved to a row by the user."""
@@ -145,7 +145,7 @@ class RowsView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def render_line(self, y: int) -> Strip:
         """One line, as it is on the screen."""
-        styles, base, width = self.styles_by_name, self.rich_style, self.size.width
+        styles, base, width = self.styles_by_name, self.rich_style, self.scrollable_content_region.width
         if y == 0:
             strip = self._strip(self.header(width), width)
             return strip.adjust_cell_length(width, styles["header"]).apply_style(base)
@@ -176,3 +176,12 @@ def _folded(text: str, width: int) -> list[str]:
 def fitted(text: str, width: int) -> str:
     """A text of exactly this width."""
     return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…", width)
+
+
+def cut_left(text: str, width: int) -> str:
+    """The end of a text, as much as has room. Of a path, the end says more."""
+    if cell_len(text) <= width:
+        return text
+    while text and cell_len(text) > width - 1:
+        text = text[1:]
+    return f"…{text}" if text and width > 8 else ""

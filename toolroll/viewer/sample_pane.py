@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -35,6 +36,12 @@ from toolroll.viewer.token_view import TokenView
 
 CONVERSATION, PLAIN, TABLE, TOKENS, REWARDS = "conversation", "plain", "table", "tokens", "rewards"
 DISPLAYS = (CONVERSATION, PLAIN, TABLE, TOKENS, REWARDS)
+SWITCHED = (CONVERSATION, PLAIN, TABLE)
+"""Those that the key s goes through."""
+SEARCHED = SWITCHED
+"""Those in which matches can be marked."""
+FIELDS = (PLAIN, TABLE)
+"""Those that show the line's fields as they were written."""
 MOST_RAW = 20_000
 """Characters that are shown of a line that can't be read."""
 
@@ -122,6 +129,10 @@ class SamplePane(Vertical):
                 problem = _unreadable(place, str(error) or "It is gone.")
         self._show(problem, needle)
 
+    def forget(self) -> None:
+        """What is on the disk is another: whatever is shown next is read anew."""
+        self.place = None
+
     def set_display(self, name: str, needle: Needle | None = None) -> None:
         """Show the sample otherwise."""
         had_focus = self.content.has_focus
@@ -137,7 +148,7 @@ class SamplePane(Vertical):
 
     def searched(self, record: Record) -> Document:
         """What a search looks through in a sample: what the present display shows of it. For any thread."""
-        if self._display in (PLAIN, TABLE):
+        if self._display in FIELDS:
             return fields(record, self.hidden_fields, self._clean)
         return conversation(record, self._clean)
 
@@ -152,7 +163,8 @@ class SamplePane(Vertical):
         if problem is not None:
             document = problem
         elif record is None:
-            document = Document([Block(Kind.NOTE, line) for line in self.nothing.split("\n") if line])
+            title, _, text = self.nothing.partition("\n")
+            document = Document([Block(Kind.NOTE, title, text)])
         elif self._display == REWARDS:
             document = rewards(record, self._clean)
         else:
@@ -171,7 +183,7 @@ class SamplePane(Vertical):
             return
         if tokens is None:
             who = "This sample was written without its tokens."
-            self._tokens.show((), who if record is not None else self.nothing)
+            self._tokens.show((), who if record is not None else self.nothing.partition("\n")[0])
             return
         self._tokens.show((*earlier, tokens))
 
@@ -209,7 +221,7 @@ def _where(place: Place) -> str:
         summary = place.step.summary(place.row)
     except IndexError:
         return ""
-    return one_line(f"{summary.path}, line {summary.number}") if isinstance(summary, Bad) else ""
+    return one_line(f"{Path(summary.path).name}, line {summary.number}") if isinstance(summary, Bad) else ""
 
 
 def _raw(step: StepFile, row: int) -> bytes:

@@ -23,6 +23,7 @@ from toolroll.errors import ConfigError
 from toolroll.records.packed import Tokens
 from toolroll.viewer import figures
 from toolroll.viewer.document_view import SCROLLING
+from toolroll.viewer.harmless import one_line
 from toolroll.viewer.palette import Palette, palette
 from toolroll.viewer.row import Piece
 from toolroll.viewer.rows_view import fitted
@@ -39,7 +40,7 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
     """The tokens."""
 
     BINDINGS: ClassVar[list[BindingType]] = SCROLLING
-    DEFAULT_CSS = "TokenView { overflow-x: hidden; scrollbar-size-vertical: 1; }"
+    DEFAULT_CSS = "TokenView { overflow-x: hidden; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }"
 
     class _Decoded(Message):
         """The texts of these sequences were found."""
@@ -99,7 +100,7 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
             self._lay_out()
 
     def _lay_out(self) -> None:
-        width = self.size.width or 80
+        width = self.scrollable_content_region.width or 80
         if self._said:
             self._flows = []
         elif not self._flows or self._width != width:
@@ -109,17 +110,22 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
         self._place()
 
     def _place(self) -> None:
-        """Where each sequence begins."""
+        """Where each sequence begins: after a line that says so, where there are several."""
         self._starts, line = [], 0
         for flow in self._flows:
             self._starts.append(line)
-            line += HEAD + (len(flow.tokens.ids) if self.one_per_line else len(flow))
-        self.virtual_size = Size(self.size.width, line)
+            line += self._titles + (len(flow.tokens.ids) if self.one_per_line else len(flow))
+        self.virtual_size = Size(self.size.width, HEAD + line)
         self.refresh()
+
+    @property
+    def _titles(self) -> int:
+        """Lines above each sequence that say which it is."""
+        return int(len(self._flows) > 1)
 
     def on_resize(self, event: events.Resize) -> None:
         """Lay them out anew where the width is another."""
-        if self._width != self.size.width:
+        if self._width != self.scrollable_content_region.width:
             self._lay_out()
 
     def notify_style_update(self) -> None:
@@ -133,41 +139,39 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
         """One line, as it is on the screen."""
         if self._palette is None:
             self._palette = palette(self.app.theme_variables)
-        styles, base, width = self._palette, self.rich_style, self.size.width
-        pieces = self._pieces(self.scroll_offset.y + y, y)
+        styles, base, width = self._palette, self.rich_style, self.scrollable_content_region.width
+        pieces = self._pieces(y)
         strip = Strip([Segment(text, styles[name]) for text, name in pieces]).crop(0, width)
         return strip.adjust_cell_length(width, base).apply_style(base)
 
-    def _pieces(self, line: int, y: int) -> list[Piece]:
+    def _pieces(self, y: int) -> list[Piece]:
         if not self._flows:
             return [(f" {self._said}", "note")] if y == 1 else []
+        line = self.scroll_offset.y + max(0, y - HEAD)
         number = bisect_right(self._starts, line) - 1
-        flow, row = self._flows[number], line - self._starts[number]
-        if row < HEAD:
-            return self._head(number, flow)[row]
-        row -= HEAD
+        flow, row = self._flows[number], line - self._starts[number] - self._titles
+        if y < HEAD:
+            return self._head(flow)[y]
+        if row < 0:
+            return [(f" sequence {number + 1} of {len(self._flows)}", "note")]
         if self.one_per_line:
             return self._token(flow, row) if row < len(flow.tokens.ids) else []
         if row >= len(flow):
             return []
-        return [
-            (f"{flow.first(row):>{NUMBERS - 1}} ", "dim"),
-            *((shown.text, shown.style) for shown in flow.row(row)),
-        ]
+        shown = ((token.text, token.style) for token in flow.row(row))
+        return [(f"{flow.first(row):>{NUMBERS - 1}} ", "dim"), *shown]
 
-    def _head(self, number: int, flow: TokenFlow) -> tuple[list[Piece], list[Piece], list[Piece]]:
+    def _head(self, flow: TokenFlow) -> tuple[list[Piece], list[Piece], list[Piece]]:
+        """What stands above the tokens, however far one scrolls."""
         tokens, whose = flow.tokens, counts(flow.tokens)
-        which = f"sequence {number + 1} of {len(self._flows)} · " if len(self._flows) > 1 else ""
         said = [
-            f"{which}{figures.plural(len(tokens.ids), 'token')}",
+            figures.plural(len(tokens.ids), "token"),
             f"{whose['prompt']:,} prompt",
             f"{whose['model']:,} sampled",
             f"{whose['tool']:,} tools'",
         ]
         mean = mean_logprob(tokens)
-        said.append("no log-probabilities" if mean is None else f"mean log-probability {mean:.3f}")
-        if weights := versions(tokens.spans):
-            said.append(f"weights {' → '.join(weights)}")
+        said.append("no log-probs" if mean is None else f"mean log-prob {mean:.3f}")
         legend: list[Piece] = [
             (" mask 0: ", "dim"),
             ("prompt", "token.prompt"),
@@ -189,12 +193,14 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
                 (" ", ""),
                 ("less", "token.p00"),
             ]
+        if weights := versions(tokens.spans):
+            legend.append((f"  weights {one_line(' → '.join(weights), 40)}", "dim"))
         return [(f" {' · '.join(said)}", "")], legend, self._remark()
 
     def _remark(self) -> list[Piece]:
         if self.one_per_line:
             title = f"{'#':>{NUMBERS - 1}}  {'id':>7}  {'text':<20} mask  {'who':<7}turn  {'log-prob':>8}  probability"
-            return [(fitted(title, self.size.width), "header")]
+            return [(fitted(title, self.scrollable_content_region.width), "header")]
         if self._problem:
             return [(f" {self._problem}", "bad")]
         if self._text_of is None:
