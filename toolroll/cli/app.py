@@ -17,8 +17,8 @@ from rich.markup import escape
 from toolroll import __version__
 from toolroll.cli.doctor import doctor
 from toolroll.cli.limiter import app as limiter_app
-from toolroll.cli.run import run
 from toolroll.cli.records import app as records_app
+from toolroll.cli.run import run
 from toolroll.cli.sandbox import app as sandbox_app
 from toolroll.cli.tools import app as tools_app
 from toolroll.cli.view import view

@@ -2,7 +2,8 @@
 
     config = RunConfig.load("run.yaml", ["n=8", "sampling_params.temperature=0.7"])
 
-Paths in the file are relative to it; `${oc.env:NAME,default}` is as omegaconf has it.
+Paths in the file are relative to it, those of overrides to where one is; `${oc.env:NAME,default}` is as omegaconf has
+it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from yaml import YAMLError
 
 from toolroll.errors import ConfigError, explain
 from toolroll.rollout.limits import Limits
+
+PATHS = ("tools", "rollout_data_dir")
 
 
 class _Strict(BaseModel):
@@ -53,13 +56,22 @@ class DataConfig(_Strict):
     """So many rows only."""
 
 
+class FunctionConfig(BaseModel):
+    """A reward function with settings. What else there is, is given to it as keywords."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    path: str
+
+
 class RewardsConfig(_Strict):
     """How rewards are composed; see RewardRule."""
 
     steps: float = 1.0
     tools: dict[str, float] = Field(default_factory=dict)
-    functions: dict[str, str] = Field(default_factory=dict)
-    """By name: where the function is, e.g. `my.module.right`. It is given the trajectory."""
+    functions: dict[str, str | FunctionConfig] = Field(default_factory=dict)
+    """By name: where the function is, e.g. `my.module.right`. It is given the trajectory. One that takes settings is
+    named by `path`, with them beside it."""
     weights: dict[str, float] = Field(default_factory=dict)
     solved_at: float = 1.0
     """A trajectory with this total has solved its problem: pass@k counts those."""
@@ -99,31 +111,39 @@ class RunConfig(_Strict):
         """Read the file. Overrides are `key=value`, with dots for keys within keys."""
         file = Path(path)
         try:
-            merged = OmegaConf.merge(OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides)))
+            written = _plain(OmegaConf.load(file))
+            told = _plain(OmegaConf.from_dotlist(list(overrides)))
+            merged = OmegaConf.merge(_seen_from(file.parent, written), _seen_from(Path(), told))
             plain = OmegaConf.to_container(merged, resolve=True)
         except FileNotFoundError:
             raise ConfigError(f"There is no file {file}.") from None
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             raise ConfigError(f"{file} can't be read: {str(error).splitlines()[0]}") from error
         try:
-            config = cls.model_validate(plain)
+            return cls.model_validate(plain)
         except ValidationError as error:
             raise ConfigError(f"{file}: {explain(error)}") from error
-        return config._beside(file.parent)
 
-    def _beside(self, directory: Path) -> RunConfig:
-        """With paths as seen from here. Those of overrides are relative to the file too."""
 
-        def seen(path: str) -> str:
-            return str(directory / Path(path).expanduser())
+def _plain(config: Any) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=True)
+    if not isinstance(plain, dict):
+        raise ValueError("it has no keys")
+    return {str(key): value for key, value in plain.items()}
 
-        paths = [self.data.path] if isinstance(self.data.path, str) else self.data.path
-        changed: dict[str, Any] = {
-            "data": self.data.model_copy(update={"path": [seen(one) for one in paths]}),
-            "rollout_data_dir": seen(self.rollout_data_dir),
-        }
-        if self.tools is not None:
-            changed["tools"] = seen(self.tools)
-        if self.model is not None and (directory / Path(self.model).expanduser()).exists():
-            changed["model"] = seen(self.model)  # else it is a name, which transformers may know
-        return self.model_copy(update=changed)
+
+def _seen_from(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """With absolute paths: workers may be elsewhere."""
+
+    def seen(path: Any) -> Any:
+        if isinstance(path, list):
+            return [seen(one) for one in path]
+        return str((directory / Path(path).expanduser()).absolute()) if isinstance(path, str) else path
+
+    made = {key: seen(value) if key in PATHS else value for key, value in config.items()}
+    data, model = config.get("data"), config.get("model")
+    if isinstance(data, dict) and "path" in data:
+        made["data"] = {**data, "path": seen(data["path"])}
+    if isinstance(model, str) and Path(seen(model)).exists():  # else it is a name, which transformers may know
+        made["model"] = seen(model)
+    return made

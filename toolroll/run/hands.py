@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from toolroll.rollout.engines.engine import ChatEngine, TokenEngine
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.trajectory import Trajectory
-from toolroll.run.config import EngineConfig, RewardsConfig, RunConfig
+from toolroll.run.config import EngineConfig, FunctionConfig, RewardsConfig, RunConfig
 from toolroll.run.progress import Sample
 from toolroll.run.tally import Outcome
 
@@ -39,9 +42,11 @@ class RunHands:
     Args:
         config: The run.
         apart: Whether each worker writes into a directory of its own, as several at once must.
+        path: Where else to look for modules that the config names.
     """
 
-    def __init__(self, config: RunConfig, *, apart: bool) -> None:
+    def __init__(self, config: RunConfig, *, apart: bool, path: Sequence[str] = ()) -> None:
+        sys.path += [one for one in path if one not in sys.path]
         self.rollout = make_rollout(config)
         self._config = config
         self._apart = apart
@@ -108,8 +113,15 @@ def _engine(config: EngineConfig) -> TokenEngine | ChatEngine:
 
 
 def _rule(config: RewardsConfig) -> RewardRule:
-    functions = {name: _named(path, f"rewards.functions.{name}") for name, path in config.functions.items()}
+    functions = {name: _function(name, one) for name, one in config.functions.items()}
     return RewardRule(steps=config.steps, tools=config.tools, functions=functions, weights=config.weights)
+
+
+def _function(name: str, config: str | FunctionConfig) -> Any:
+    where = f"rewards.functions.{name}"
+    if isinstance(config, str):
+        return _named(config, where)
+    return partial(_named(config.path, where), **(config.model_extra or {}))
 
 
 def _named(path: str, where: str) -> Any:

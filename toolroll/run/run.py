@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -118,7 +119,7 @@ class _OnRay:
         self._resources = _resources(config)
         workers = config.workers or number_of_nodes()
         self._board: Any = actor_here(RunBoard).remote(config, workers)
-        hands = partial(RunHands, config, apart=True)
+        hands = partial(RunHands, config, apart=True, path=list(sys.path))
         self._crew = Crew(self._board, hands, workers=workers, capacity=config.max_in_flight, name="worker")
 
     async def work(self) -> None:

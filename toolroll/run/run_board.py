@@ -45,7 +45,8 @@ class RunBoard:
         self._progress.read()
         tally = self._progress.tally
         self._before = tally.done, tally.sampled, tally.calls
-        self._began = time.monotonic()
+        self._began: float | None = None
+        """When the first piece was handed out."""
         self._rows_length = self._rows.known_length()
         self._bad_rows = 0
         self._board: WorkBoard[Sample] = WorkBoard(self._pieces(), self._heed, self._done_by, workers=workers)
@@ -82,7 +83,7 @@ class RunBoard:
             limit=None,
             workers=self._board.workers,
             lost_workers=self._board.lost,
-            seconds=time.monotonic() - self._began,
+            seconds=0.0 if self._began is None else time.monotonic() - self._began,
             resumed=resumed,
             bad_rows=self._bad_rows,
             tally=tally.figures(),
@@ -103,6 +104,7 @@ class RunBoard:
                 logger.warning("row %d of the data can't be used: %s", found.number, found.why)
                 continue
             row, prompt = found
+            self._began = self._began or time.monotonic()
             for sample in self._progress.missing(row):
                 yield Piece((row, sample), Sample(row, sample, prompt))
 
