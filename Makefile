@@ -16,7 +16,7 @@ check:
 
 # Most tests wait more than they compute: two processes take little more than half the time.
 test:
-	$(BIN)pytest --numprocesses 2 --dist loadgroup
+	$(BIN)pytest --numprocesses 2
 
 bench:
 	$(BIN)python benchmarks/tools.py --quick --json
