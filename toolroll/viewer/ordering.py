@@ -37,7 +37,8 @@ def in_order(values: Sequence[Any], descending: bool = False) -> list[int]:
     >>> [scores[place] for place in in_order(scores)]
     [-0.05, 2e-05, 0.5, 1.0, 9, 10, None]
     """
-    known, unknown = [], []
+    known: list[int] = []
+    unknown: list[int] = []
     for place, value in enumerate(values):
         # What is no number (NaN) has no place among numbers.
         (unknown if value is None or value != value else known).append(place)
