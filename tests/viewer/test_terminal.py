@@ -61,9 +61,9 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     assert shutil.which("tmux"), "The test needs tmux: apt-get install tmux"
-    made = Terminal(f"toolroll-test-{os.getpid()}")
+    made = Terminal(f"toolroll-{os.getpid()}-{abs(hash(request.node.nodeid))}")
     yield made
     made.tmux("kill-server")
 
