@@ -58,7 +58,7 @@ def test_ours_turn_by_turn(tmp_path: Path) -> None:
     assert said.title == "assistant · turn 1"
     assert "tokens" in said.detail
     assert (called.title, called.language) == ("calls code_interpreter", "python")
-    assert called.text.startswith("april = 48")
+    assert called.text.startswith("shelf = 48")
     assert fault.beside
     assert fault.title == "failed, the model's fault"
     assert "NameError" in fault.text
@@ -91,7 +91,7 @@ def test_verls_conversation_is_read_out_of_its_text(tmp_path: Path, step: int) -
         Kind.ANSWER,
         Kind.ASSISTANT,
     ]
-    assert found[4].text.startswith("april = 48")
+    assert found[4].text.startswith("shelf = 48")
     assert found[5].text == "72"
     assert found[6].text == "So it is.\n#### 72"
     assert "gts" in found[-1].text

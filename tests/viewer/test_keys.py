@@ -460,8 +460,8 @@ async def test_text_is_selected_with_the_mouse(our_run: Path) -> None:
 
 
 async def test_what_is_masked_is_shown_as_a_star(our_run: Path) -> None:
-    async with viewing(our_run, mask_str="Nata.ia") as user:
-        await user.sees("▎ * sold clips")
+    async with viewing(our_run, mask_str="Mari.na") as user:
+        await user.sees("▎ * keeps 48 jars")
 
 
 def _no_room(*_: object, **__: object) -> int:
