@@ -14,9 +14,9 @@ check:
 	$(BIN)ruff format --check .
 	$(BIN)mypy
 
-# Most tests wait more than they compute: two processes take little more than half the time.
+# With `pytest --numprocesses 2` it takes little more than half the time, if the machine has nothing else to do.
 test:
-	$(BIN)pytest --numprocesses 2 --dist loadgroup
+	$(BIN)pytest
 
 bench:
 	$(BIN)python benchmarks/tools.py --quick --json

@@ -53,7 +53,7 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
     flags = {**FLAGS, "model-path": where["model"], "host": "127.0.0.1", "port": str(port), "dtype": dtype}
     # It ends with the process that started it, however that ends.
     command = ["setpriv", "--pdeathsig", "TERM", where["python"], "-m", "sglang.launch_server"]
-    command.append("--disable-overlap-schedule")
+    command += ["--disable-overlap-schedule", "--sleep-on-idle"]  # else it takes a core while nobody asks for anything
     with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log") as log:
         process = subprocess.Popen(
             [*command, *(f"--{flag}={value}" for flag, value in flags.items())],

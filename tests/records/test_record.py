@@ -258,6 +258,7 @@ def test_what_is_wrong_with_a_line_is_said(line: bytes, problem: str) -> None:
 
 
 @settings(max_examples=100)
+@example({"turns": [{"turn": []}]})
 @given(st.dictionaries(st.sampled_from(sorted(fields_of(trajectory(), 1))), JSON))
 def test_fields_that_are_something_else_do_no_harm(fields: dict[str, Any]) -> None:
     """A line of somebody else's may have our names for other things."""

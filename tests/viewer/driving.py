@@ -67,6 +67,15 @@ class User:
             await self.app.workers.wait_for_complete()
             await self.pilot.pause()
 
+    async def still(self) -> None:
+        """Wait until the screen is laid out: until it looks the same three times in a row."""
+        seen: list[list[str]] = []
+        deadline = time.monotonic() + 5
+        while len(seen) < 3 or seen[-3:] != [self.lines] * 3:
+            assert time.monotonic() < deadline, f"the screen keeps changing:\n{self.text}"
+            await self.pilot.pause(0.02)
+            seen.append(self.lines)
+
     async def look(self) -> None:
         """Have the directory looked at now."""
         self.browse.background.look()
@@ -133,4 +142,5 @@ async def viewing(directory: Path, size: tuple[int, int] = NARROW, **settings: A
     async with app.run_test(size=size, notifications=True) as pilot:
         user = User(app, pilot)
         await user.settle()
+        await user.still()
         yield user

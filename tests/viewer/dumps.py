@@ -17,27 +17,27 @@ from toolroll.schemas import FunctionCall, Message, ToolCall
 SYSTEM = "You are a careful mathematician. Use the code_interpreter for every calculation."
 PROBLEMS = (
     (
-        "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
-        "How many clips did Natalia sell altogether in April and May?",
+        "Mariana keeps 48 jars of fig jam on her shelf, and half that number in a box beside the door. "
+        "What is the number of jars that she kept in these two places?",
         "72",
-        "april = 48\nmay = april // 2\nprint(april + may)",
+        "shelf = 48\nbox = shelf // 2\nprint(shelf + box)",
     ),
     (
-        "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?",
+        "A swing hangs on 2 metres of rope and half as much chain. What do rope and chain measure in total, in m?",
         "3",
-        "blue = 2\nwhite = blue / 2\nprint(blue + white)",
+        "rope = 2\nchain = rope / 2\nprint(rope + chain)",
     ),
     (
-        "James decides to run 3 sprints 3 times a week. He runs 60 meters each sprint. "
-        "How many total meters does he run a week?",
+        "Pavel has 3 baskets in each of 3 weeks, and 60 apples go into each basket of his. "
+        "What number of apples is that in all?",
         "540",
-        "# sprints × times × meters\nprint(3 * 3 * 60)",
+        "# baskets × weeks × apples\nprint(3 * 3 * 60)",
     ),
     (
-        "Toulouse has twice as many sheep as Charleston. Charleston has 4 times as many sheep as Seattle. "
-        "How many sheep do the three cities have together if Seattle has 20 sheep?",
+        "Hillside farm keeps twice the hives of the greenhouse, which keeps 4 times those of the orchard. "
+        "At 20 hives in that orchard, what is the number of hives in all of these?",
         "260",
-        "seattle = 20\ncharleston = 4 * seattle\ntoulouse = 2 * charleston\nprint(seattle + charleston + toulouse)",
+        "orchard = 20\ngreenhouse = 4 * orchard\nhillside = 2 * greenhouse\nprint(orchard + greenhouse + hillside)",
     ),
 )
 

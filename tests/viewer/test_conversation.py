@@ -5,22 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from toolroll.records.index import Shelf
 from toolroll.records.record import Record
 from toolroll.viewer.conversation import conversation
 from toolroll.viewer.document import Block, Kind
 from toolroll.viewer.fields import fields
+from toolroll.viewer.harmless import harmless
+from toolroll.viewer.layout import Layout
 from toolroll.viewer.rewards import rewards
 from viewer.dumps import ours, verls
 
 
-def record(**given: Any) -> Record:
-    return Record.parse(json.dumps({"format": "toolroll/1", "input": "", "output": "", **given}).encode())
+def record(**written: Any) -> Record:
+    return Record.parse(json.dumps({"format": "toolroll/1", "input": "", "output": "", **written}).encode())
 
 
-def blocks(**given: Any) -> list[Block]:
-    return list(conversation(record(**given)).blocks)
+def blocks(**written: Any) -> list[Block]:
+    return list(conversation(record(**written)).blocks)
 
 
 def call(name: str, identity: str | None = None, **arguments: Any) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def test_ours_turn_by_turn(tmp_path: Path) -> None:
     assert said.title == "assistant · turn 1"
     assert "tokens" in said.detail
     assert (called.title, called.language) == ("calls code_interpreter", "python")
-    assert called.text.startswith("april = 48")
+    assert called.text.startswith("shelf = 48")
     assert fault.beside
     assert fault.title == "failed, the model's fault"
     assert "NameError" in fault.text
@@ -87,7 +91,7 @@ def test_verls_conversation_is_read_out_of_its_text(tmp_path: Path, step: int) -
         Kind.ANSWER,
         Kind.ASSISTANT,
     ]
-    assert found[4].text.startswith("april = 48")
+    assert found[4].text.startswith("shelf = 48")
     assert found[5].text == "72"
     assert found[6].text == "So it is.\n#### 72"
     assert "gts" in found[-1].text
@@ -178,7 +182,7 @@ def test_markup_and_escapes_are_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "written",
     [
         {"messages": [{"role": "assistant", "content": None, "tool_calls": "?"}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": 3}, 4]}]},
@@ -190,8 +194,8 @@ def test_markup_and_escapes_are_text() -> None:
         {"output": 5, "input": ["x"], "messages": 7},
     ],
 )
-def test_lines_that_are_not_as_they_should_be_are_shown_all_the_same(given: dict[str, Any]) -> None:
-    sample = record(**given)
+def test_lines_that_are_not_as_they_should_be_are_shown_all_the_same(written: dict[str, Any]) -> None:
+    sample = record(**written)
     assert conversation(sample).blocks
     assert rewards(sample).blocks
     assert fields(sample).blocks
@@ -210,3 +214,44 @@ def test_rewards_by_component(tmp_path: Path) -> None:
     assert "policy" in found["tool calls"]
     beside = {block.title: block.text for block in rewards(samples(verls(tmp_path / "b"))[0]).blocks}
     assert beside["beside the score"].split() == ["acc", "false", "format", "0.5"]
+
+
+NAMES = ("role", "content", "tool_calls", "function", "name", "arguments", "turn", "tool", "answer", "fault", "error")
+MORE = ("metrics", "queue_wait", "seconds", "reward", "timings", "total", "steps", "functions", "tools", "id", "code")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*NAMES, *MORE]), inner, max_size=5),
+    max_leaves=12,
+)
+PARTS = st.lists(st.dictionaries(st.sampled_from([*NAMES, *MORE]), JSON, max_size=6), max_size=3)
+ROLES = st.sampled_from(["assistant", "tool", "user", "system"])
+
+
+@settings(max_examples=50)  # large examples, which take time to make
+@given(
+    messages=st.lists(
+        st.tuples(ROLES, st.dictionaries(st.sampled_from(NAMES), JSON)).map(lambda pair: {**pair[1], "role": pair[0]}),
+        max_size=4,
+    ),
+    calls=PARTS,
+    turns=PARTS,
+    rewards_given=st.dictionaries(st.sampled_from(MORE), JSON),
+    score=JSON,
+    is_ours=st.booleans(),
+)
+def test_any_line_that_can_be_read_can_be_shown(
+    messages: Any, calls: Any, turns: Any, rewards_given: Any, score: Any, is_ours: bool
+) -> None:
+    given = {
+        "messages": messages,
+        "calls": calls,
+        "turns": turns,
+        "rewards": rewards_given,
+        "score": score,
+        "gts": score,
+    }
+    line = json.dumps({**given, **({"format": "toolroll/1"} if is_ours else {})}).encode()
+    sample = Record.parse(line)
+    for document in (conversation(sample), rewards(sample), fields(sample)):
+        assert all(block.text == harmless(block.text) for block in document.blocks)
+        assert len(Layout(document, 40).lines) >= len(document.blocks)

@@ -435,6 +435,35 @@ async def test_copy_and_export(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
         assert "No space left" in user.told
 
 
+async def test_in_a_browser_the_export_is_a_download(our_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+    async with viewing(our_run) as user:
+        monkeypatch.setattr(Viewer, "is_web", True)
+        monkeypatch.setattr(
+            user.app, "deliver_text", lambda file, *, save_filename: given.update({save_filename: file.read()})
+        )
+        await user.press("e")
+        assert given["step-1-sample-1.md"].startswith("# `step 1, sample 1`")
+
+
+async def test_text_is_selected_with_the_mouse(our_run: Path) -> None:
+    async with viewing(our_run) as user:
+        await user.press("enter")
+        line = next(number for number, text in enumerate(user.lines) if "You are a careful" in text)
+        await user.pilot.mouse_down(offset=(2, line))
+        await user.pilot.hover(offset=(9, line + 1))
+        await user.pilot.mouse_up(offset=(9, line + 1))
+        await user.settle()
+        assert user.app.screen.get_selected_text() == (
+            "You are a careful mathematician. Use the code_interpreter for every\ncalculat"
+        )
+
+
+async def test_what_is_masked_is_shown_as_a_star(our_run: Path) -> None:
+    async with viewing(our_run, mask_str="Mari.na") as user:
+        await user.sees("▎ * keeps 48 jars")
+
+
 def _no_room(*_: object, **__: object) -> int:
     raise OSError(28, "No space left on device")
 

@@ -1,6 +1,7 @@
 """Which samples are listed: one step or all, filtered, in order, while files grow."""
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def test_it_works_in_slices_and_shows_what_it_has(tmp_path: Path) -> None:
     assert any(0 < count < 19_900 for count in seen)
     assert scores(listing)[:2] == [19_999, 19_998]
     assert longest < 1
+
+
+def test_several_threads_at_once_list_nothing_twice(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [float(number) for number in range(5_000)])
+    listing = Listing(Shelf(tmp_path).steps, Expression("score >= 0"))
+    threads = [threading.Thread(target=made, args=[listing]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scores(listing) == list(range(5_000))
 
 
 def test_figures_of_a_step(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_sample(tmp_path: Path) -> None:
     for part in (
         "## `user`",
         "### `calls code_interpreter`",
-        "```python\napril = 48",
+        "```python\nshelf = 48",
         "### `failed, the model's fault` (",
     ):
         assert part in made

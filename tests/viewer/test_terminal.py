@@ -1,6 +1,7 @@
 """The viewer in a real terminal: tmux runs it, presses keys and reads the screen."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,10 @@ class Terminal:
         return done.stdout
 
     def run(self, *command: str, folder: Path) -> None:
-        """Run a command in it."""
-        self.tmux(
-            "-f", "/dev/null", "new-session", "-d", "-s", "t", "-x", "80", "-y", "24", "-c", str(folder), *command
-        )
-        self.tmux("set-option", "-t", "t", "remain-on-exit", "on")
+        """Run a command in it. When it has ended, the screen says with what status."""
+        size = ("-x", "80", "-y", "24")
+        script = f"{shlex.join(command)}; echo ended with $?; sleep 60"
+        self.tmux("-f", "/dev/null", "new-session", "-d", "-s", "t", *size, "-c", str(folder), "sh", "-c", script)
 
     def press(self, *keys: str) -> None:
         """Press keys, by tmux's names for them."""
@@ -51,19 +51,11 @@ class Terminal:
             assert time.monotonic() < deadline, f"{texts} not in\n{self.screen}"
             time.sleep(0.1)
 
-    def ended(self, within: float = 30) -> int:
-        """With what status the command ended."""
-        deadline = time.monotonic() + within
-        while (said := self.tmux("display", "-t", "t", "-p", "#{pane_dead} #{pane_dead_status}").split())[0] != "1":
-            assert time.monotonic() < deadline, f"it goes on:\n{self.screen}"
-            time.sleep(0.1)
-        return int(said[1])
-
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
     assert shutil.which("tmux"), "The test needs tmux: apt-get install tmux"
-    made = Terminal(f"toolroll-test-{os.getpid()}")
+    made = Terminal(f"toolroll-{os.getpid()}-{abs(hash(request.node.nodeid))}")
     yield made
     made.tmux("kill-server")
 
@@ -92,7 +84,7 @@ def test_keys_in_screens_out(terminal: Terminal, tmp_path: Path) -> None:
     terminal.press("F")
     terminal.sees("step 3 · sample 16 of 16", "following")
     terminal.press("q")
-    assert terminal.ended() == 0
+    terminal.sees("ended with 0")
 
 
 def test_the_script_of_the_original_name_and_a_directory_that_is_not_there(
@@ -102,7 +94,7 @@ def test_the_script_of_the_original_name_and_a_directory_that_is_not_there(
     terminal.run(sys.executable, script, str(ours(tmp_path / "runs", steps=[1], groups=1)), folder=tmp_path)
     terminal.sees("sample 1 of 4")
     terminal.press("q")
-    assert terminal.ended() == 0
+    terminal.sees("ended with 0")
     done = subprocess.run([sys.executable, script, "nowhere"], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 2
     assert "There is no directory nowhere" in done.stderr

@@ -100,7 +100,7 @@ class Record:
 
     def summary(self) -> Summary:
         """What a list shows of it."""
-        turns, calls = len({turn.get("turn") for turn in self.turns}), len(self.calls)
+        turns, calls = len({str(turn.get("turn")) for turn in self.turns}), len(self.calls)
         if not self.is_ours:
             turns, calls = turns_and_calls(self.input, self.output)
         faults = [call.get("fault") for call in self.calls]

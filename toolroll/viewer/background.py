@@ -66,6 +66,7 @@ class Background(Widget):
         super().__init__()
         self._shelf = shelf
         self._figures: dict[str, tuple[int, int, StepFigures]] = {}
+        self._looking = False
 
     def figures_of(self, step: StepFile) -> StepFigures | None:
         """What a step comes to, where it was counted."""
@@ -101,15 +102,14 @@ class Background(Widget):
         wanted = text.replace("-", "")
         worker = get_current_worker()
         for step in steps:
-            row = 0
-            while not worker.is_cancelled:
+            looked, ended = 0, False
+            while not ended and not worker.is_cancelled:
                 ended, column = step.index(seconds=SLICE), step.column("request_id")
-                for row in range(row, len(step)):  # noqa: B020 (goes on where it was)
+                for row in range(looked, len(column)):
                     if (column[row] or "").replace("-", "") == wanted:
                         self.post_message(self.IdFound(text, Place(step, row)))
                         return
-                if ended:
-                    break
+                looked = len(column)
         if not worker.is_cancelled:
             self.post_message(self.IdFound(text, None))
 
@@ -127,11 +127,23 @@ class Background(Widget):
             if self._count(step) or number == len(steps):
                 self.post_message(self.Surveyed(number, len(steps)))
 
-    @work(thread=True, group="look")
     def look(self) -> None:
-        """Look at the directory."""
-        if self._shelf.refresh():
-            self.post_message(self.Looked())
+        """Look at the directory, unless the last look still goes on: a disk may be slow."""
+        if not self._looking:
+            self._looking = True
+            self._look()
+
+    @work(thread=True, group="look")
+    def _look(self) -> None:
+        try:
+            if self._shelf.refresh():
+                self.post_message(self.Looked())
+        finally:
+            self._looking = False
+
+    def stop_survey(self) -> None:
+        """Count no more."""
+        self.workers.cancel_group(self, "survey")
 
     def stop_searching(self) -> None:
         """End a search."""

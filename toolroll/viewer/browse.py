@@ -102,7 +102,13 @@ class BrowseScreen(FindingScreen):
         from toolroll.viewer.plots import PlotScreen  # plotext is loaded when it is first needed
 
         self.background.survey(self.steps)
-        self.app.push_screen(PlotScreen(lambda: self.shelf.steps, self.background.figures_of))
+        self.app.push_screen(PlotScreen(lambda: self.shelf.steps, self.background.figures_of), self._plots_seen)
+
+    def _plots_seen(self, _: None) -> None:
+        """What is large is counted only as long as somebody looks at it."""
+        if not self.is_small:
+            self.background.stop_survey()
+            self.surveyed(None)
 
     def action_copy(self) -> None:
         """Copy the sample."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toolroll.records.record import Record
+from toolroll.records.record import Record, number
 from toolroll.viewer import figures
 from toolroll.viewer.document import Block, Document, Kind
 from toolroll.viewer.fields import as_text, field_blocks
@@ -64,7 +64,7 @@ class _Conversation:
     def _first_turn(self) -> int:
         """The number of the first assistant's message: below 0 where the prompt had some already."""
         said = sum(message.get("role") == "assistant" for message in self._messages)
-        own = {turn.get("turn") for turn in self._record.turns}
+        own = {str(turn.get("turn")) for turn in self._record.turns}
         return len(own) - said if own else 0
 
     def blocks(self) -> Iterator[Block]:
@@ -98,7 +98,8 @@ class _Conversation:
         thought = message.get("reasoning_content")
         if thought:
             yield self._thinking(as_text(thought))
-        calls = [_written(call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+        written = message.get("tool_calls")
+        calls = [_written(call) for call in written if isinstance(call, Mapping)] if isinstance(written, list) else []
         texts: list[Block] = []
         for kind, text in _split(said):
             if kind == "thinking":
@@ -177,7 +178,7 @@ class _Conversation:
         if sum(tokens):
             parts.append(figures.plural(sum(tokens), "token"))
         totals = [timing.get("total") for entry in entries if isinstance(timing := entry.get("timings"), Mapping)]
-        if known := [total for total in totals if isinstance(total, int | float)]:
+        if known := [value for total in totals if (value := number(total)) is not None]:
             parts.append(figures.seconds(sum(known)))
         return _joined(parts)
 
@@ -246,13 +247,12 @@ def _call_detail(record: Mapping[str, Any]) -> str:
         (metrics.get("queue_wait"), "waited {}"),
         (metrics.get("execution_time"), "ran {}"),
     ):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            parts.append(said.format(figures.seconds(value)))
+        if (known := number(value)) is not None:
+            parts.append(said.format(figures.seconds(known)))
     attempts = metrics.get("attempts")
     if isinstance(attempts, int) and attempts > 1:
         parts.append(figures.plural(attempts, "attempt"))
-    reward = record.get("reward")
-    if isinstance(reward, int | float):
+    if (reward := number(record.get("reward"))) is not None:
         parts.append(f"reward {figures.score(reward)}")
     return _joined(parts)
 

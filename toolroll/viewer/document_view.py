@@ -178,6 +178,8 @@ class DocumentView(ScrollView, can_focus=True, inherit_bindings=False):
         for number in range(first, min(last, len(self._made.lines) - 1) + 1):
             text = "".join(segment.text for segment in self._line(self._made.lines[number]))
             start, end = selection.get_span(number) or (0, -1)
+            if not self._made.lines[number].paired:  # the bar at the left is no text
+                start = max(start, GUTTER)
             texts.append((text[start:] if end < 0 else text[start:end]).rstrip())
         return "\n".join(texts), "\n"
 

@@ -6,6 +6,7 @@ found so far can be read from another thread at any time. Called again after a s
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ class Listing:
         self._shown = self._found
         self._sorted = -1
         self._begun = False
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -91,9 +93,18 @@ class Listing:
     def advance(self, seconds: float) -> bool:
         """Go on for so long. Whether everything was seen, and is in order.
 
-        The first call never puts many in order, so that it can be made where nobody must wait.
+        The first call never puts many in order, so that it can be made where nobody must wait. One thread does it at a
+        time; another that comes meanwhile does nothing.
         """
         until = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        try:
+            return self._advance(until)
+        finally:
+            self._lock.release()
+
+    def _advance(self, until: float) -> bool:
         is_first, self._begun = not self._begun, True
         self._look_again()
         for number, step in enumerate(self.steps):

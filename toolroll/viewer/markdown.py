@@ -13,6 +13,7 @@ from toolroll.records.summary import Summary
 from toolroll.viewer import figures
 from toolroll.viewer.conversation import conversation
 from toolroll.viewer.document import Block, Kind
+from toolroll.viewer.harmless import one_line
 
 _BACKTICKS = re.compile("`+")
 
@@ -71,6 +72,4 @@ def _facts(summary: Summary) -> str:
 
 
 def _cell(text: str | None) -> str:
-    from toolroll.viewer.harmless import one_line
-
     return one_line(text or "").replace("|", "\\|")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolroll.records.record import Record
+from toolroll.records.record import Record, number
 from toolroll.viewer import figures
 from toolroll.viewer.document import Block, Document, Kind
 from toolroll.viewer.fields import as_text
@@ -107,8 +107,11 @@ def _is_number(value: Any) -> bool:
 def _figure(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:.4g}" if isinstance(value, float) else str(value) if isinstance(value, int) else figures.UNKNOWN
+    known = number(value)
+    if known is None:
+        return figures.UNKNOWN
+    return str(value) if isinstance(value, int) else f"{known:.4g}"
 
 
 def _seconds(value: Any) -> str:
-    return figures.seconds(value) if _is_number(value) else figures.UNKNOWN
+    return figures.seconds(number(value))

@@ -16,6 +16,7 @@ from textual.strip import Strip
 
 from toolroll.viewer.palette import Palette, palette
 from toolroll.viewer.row import Piece
+from toolroll.viewer.wrapping import wrap
 
 
 class RowsView(ScrollView, can_focus=True, inherit_bindings=False):
@@ -168,8 +169,6 @@ class RowsView(ScrollView, can_focus=True, inherit_bindings=False):
 
 
 def _folded(text: str, width: int) -> list[str]:
-    from toolroll.viewer.wrapping import wrap
-
     return [text[start:end] for start, end in wrap(text, max(width, 8))] if text else []
 
 

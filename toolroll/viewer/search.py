@@ -6,6 +6,7 @@ gone through from a given one on, and around, so that what is near is found firs
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from bisect import bisect_right
@@ -16,7 +17,7 @@ from toolroll.records.json_line import BadLine
 from toolroll.records.record import Record
 from toolroll.viewer.document import Document
 from toolroll.viewer.expression import Expression
-from toolroll.viewer.listing import Place, field
+from toolroll.viewer.listing import ROW_BITS, ROWS, Place, field
 from toolroll.viewer.needle import Needle
 
 Show = Callable[[Record], Document]
@@ -41,6 +42,7 @@ class Search:
         self._versions = [step.version for step in self.steps]
         self._next = [0] * len(self.steps)
         self._lines: tuple[int, Iterator[tuple[int, bytes]]] | None = None
+        self._lock = threading.Lock()
 
     @property
     def matches(self) -> int:
@@ -59,7 +61,7 @@ class Search:
     def sample(self, number: int) -> Place:
         """A sample with a match, by its number."""
         packed = self._places[number]
-        return Place(self.steps[packed >> 40], packed & ((1 << 40) - 1))
+        return Place(self.steps[packed >> ROW_BITS], packed & ROWS)
 
     def before(self, number: int) -> int:
         """How many matches are in the samples before this one."""
@@ -72,13 +74,24 @@ class Search:
     def find(self, place: Place) -> int | None:
         """Which of the samples this one is; None where it has no match."""
         try:
-            return self._places.index(self.steps.index(place.step) << 40 | place.row)
+            return self._places.index(self.steps.index(place.step) << ROW_BITS | place.row)
         except ValueError:
             return None
 
     def advance(self, seconds: float) -> bool:
-        """Go on for so long. Whether everything was searched."""
+        """Go on for so long. Whether everything was searched.
+
+        One thread does it at a time; another that comes meanwhile does nothing.
+        """
         until = time.monotonic() + seconds
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        try:
+            return self._advance(until)
+        finally:
+            self._lock.release()
+
+    def _advance(self, until: float) -> bool:
         for number, step in enumerate(self.steps):
             while self._next[number] < len(step) or not step.is_indexed:
                 if not self._look(number, step, until):
@@ -109,5 +122,5 @@ class Search:
             return
         found = self._show(record).count(self.needle)
         if found and (self.wanted is None or self.wanted.matches(lambda name: field(step, row, record, name))):
-            self._places.append(number << 40 | row)
+            self._places.append(number << ROW_BITS | row)
             self._ends.append(self.matches + found)

@@ -130,8 +130,13 @@ class ShelfScreen(Screen[None]):
             self.open(self.steps[0])
         else:
             self.list_anew()
-        if sum(step.size for step in self.steps) <= SURVEYED:
+        if self.is_small:
             self.background.survey(self.steps)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all steps are counted unasked."""
+        return sum(step.size for step in self.steps) <= SURVEYED
 
     def open(self, step: StepFile, target: Target = "first") -> None:
         """List a step."""
@@ -252,7 +257,11 @@ class ShelfScreen(Screen[None]):
 
     @on(Background.Surveyed)
     def _steps_counted(self, event: Background.Surveyed) -> None:
-        self._surveyed = None if event.done == event.of else (event.done, event.of)
+        self.surveyed(None if event.done == event.of else (event.done, event.of))
+
+    def surveyed(self, count: tuple[int, int] | None) -> None:
+        """Say how many steps of how many are counted; None: all that will be."""
+        self._surveyed = count
         self.step_list.refresh()
         self.tell()
 

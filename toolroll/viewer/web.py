@@ -52,18 +52,21 @@ class WebViewer(Server):
     def run(self) -> None:
         """Serve until interrupted."""
         try:
-            self.serve()
+            web.run_app(
+                self._make_app(),
+                host=HOST,
+                port=self.port,
+                shutdown_timeout=1,
+                access_log=None,
+                print=lambda *_: self._tell(self.address),  # called when it listens
+            )
         except OSError as error:
             raise ConfigError(
                 f"Port {self.port} can't be used ({error.strerror}): name another with --port."
             ) from error
 
-    def initialize_logging(self) -> None:
-        """As the program has it."""
-
     async def on_startup(self, app: web.Application) -> None:
-        """Tell the address."""
-        self._tell(self.address)
+        """Say nothing yet."""
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
