@@ -14,9 +14,10 @@ check:
 	$(BIN)ruff format --check .
 	$(BIN)mypy
 
-# With `pytest --numprocesses 2` it takes little more than half the time, if the machine has nothing else to do.
+# First what can run side by side, then what can't: `pytest` alone runs all of it, one after another.
 test:
-	$(BIN)pytest
+	$(BIN)pytest --numprocesses 2 -m 'not alone'
+	$(BIN)pytest -m alone
 
 bench:
 	$(BIN)python benchmarks/tools.py --quick --json
@@ -25,6 +26,7 @@ bench:
 	$(BIN)python benchmarks/rewards.py --quick --json
 	$(BIN)python benchmarks/rollout.py --quick --json
 	$(BIN)python benchmarks/records.py --quick --json
+	$(BIN)python benchmarks/cluster.py --quick --json
 
 build:
 	$(BIN)python -m build
@@ -32,3 +34,4 @@ build:
 figures:
 	$(BIN)python docs/make_figures.py
 	$(BIN)python docs/make_viewer_pictures.py
+	$(BIN)python docs/make_run_picture.py

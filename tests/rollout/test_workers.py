@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import re
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
+import ray
 
 from toolroll.errors import ConfigError
 from toolroll.rollout.crew import WorkersFailed
@@ -101,5 +105,21 @@ async def test_abort_and_resume_over_all_workers(workers: Any) -> None:
 
 
 async def test_a_rollout_that_cant_be_made_is_said(workers: Any) -> None:
-    with pytest.raises(WorkersFailed, match="A worker could not begin: .*There is no such model"):
+    with pytest.raises(WorkersFailed, match=r"A worker could not begin: .*There is no such model"):
         await workers(broken_rollout).generate(PROMPTS)
+
+
+async def test_what_was_done_is_in_rays_metrics(workers: Any, cluster: str) -> None:
+    await workers(make_rollout).generate(PROMPTS[:5], n=2)
+    [node] = [one for one in ray.nodes() if one["Alive"]]
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    wanted = 'ray_toolroll_trajectories_total{.*finish_reason="stop".*outcome="ok"'
+    deadline = time.monotonic() + 60  # Ray gathers them every ten seconds
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(url) as answer:
+                lines = [line for line in (await answer.text()).splitlines() if re.match(wanted, line)]
+            if sum(float(line.rsplit(" ", 1)[1]) for line in lines) >= 10:
+                return
+            assert time.monotonic() < deadline, lines
+            await asyncio.sleep(1)

@@ -37,7 +37,7 @@ def configure(directory: Path, server: str) -> Path:
     tokenizer.save_pretrained(model)
     rows = [json.dumps({"prompt": f"Question {number}?"}) for number in range(ROWS)]
     (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
-    tool = {"class_name": "run.counted_tool.CountedTool", "config": {"limit": LIMIT, "server": server, "ms": 50}}
+    tool = {"class_name": "run.counted_tool.CountedTool", "config": {"limit": LIMIT, "server": server, "ms": 400}}
     (directory / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
     options = {"tokenizer": str(model), "delay": 1.0, "has_tool": True}
     config = {
@@ -96,7 +96,7 @@ def test_a_worker_and_a_node_are_killed_in_mid_run(nodes: NetnsNodes, tmp_path: 
     nodes.kill_node(nodes.hosts[2])
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
-    figures = json.loads(output.strip().splitlines()[-1])
+    figures = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     seen = Counter((int(str(one.group)), int(str(one.sample))) for one in read(tmp_path / "records"))
     assert seen == Counter((row, sample) for row in range(ROWS) for sample in range(N)), "all of it, once"
     assert figures["done"] == ROWS * N
@@ -108,7 +108,7 @@ def test_a_worker_and_a_node_are_killed_in_mid_run(nodes: NetnsNodes, tmp_path: 
             f"import urllib.request as u; print(u.urlopen('http://{nodes.head.ip}:{PORT}/stats').read().decode())",
         )
     )
-    assert 1 <= stats["most"] <= LIMIT
+    assert stats["most"] == LIMIT, "it was reached, and held"
     assert {one.outcome for one in read(tmp_path / "records")} == {"ok"}
     server.kill()
     server.communicate()

@@ -26,6 +26,7 @@ from toolroll.errors import ConfigError
 from toolroll.sandbox import probe as probe_module
 from toolroll.sandbox.probe import REFINEMENTS, End, Probe, Step, conclude, next_concurrency, rates
 
+pytestmark = pytest.mark.alone
 NAP = "import time; time.sleep(0.05)"
 
 

@@ -328,7 +328,7 @@ async def test_a_killed_interpreter_is_replaced_and_its_callers_are_told_to_try_
             assert "died" in answer["message"]
         status, answer, _ = await post(running.url, program("print(2)"))
         assert (status, answer["run_result"]["stdout"]) == (200, "2\n")
-        assert time.monotonic() - killed < 1.0
+        assert time.monotonic() - killed < 5.0
         # A client doesn't even notice.
         async with SandboxClient(running.url) as client:
             asking = asyncio.create_task(client.run("import time; time.sleep(1); print(3)"))

@@ -523,6 +523,7 @@ async def test_one_who_waits_and_is_cancelled_takes_nothing_with_it(sandbox_url:
 # All of it at once
 
 
+@pytest.mark.alone
 async def test_5000_calls_while_programs_crash_and_the_sandbox_is_restarted(cluster: str) -> None:
     """4 processes, a limit of 16, 1 % crash, 1 % run out of time, and the sandbox is killed and started again."""
     programs = {

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +12,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from toolroll.errors import ConfigError, MissingExtra, did_you_mean
+from toolroll.errors import ConfigError, did_you_mean
+from toolroll.ray_cluster import connect
 
 if TYPE_CHECKING:
     from toolroll.limiter.ledger import Standing
@@ -39,7 +36,7 @@ def status(
     What is in use and waiting is what the processes last reported: while slots are short within 50 ms, else within
     seconds. Quarantined slots are those of processes that died, until their work must have ended.
     """
-    _connect(address)
+    connect(address)
     if as_json:
         typer.echo(json.dumps({resource: standing._asdict() for resource, standing in _standings().items()}, indent=2))
     elif watch:
@@ -58,7 +55,7 @@ def set_(
     address: Address = "auto",
 ) -> None:
     """Change a limit for the whole cluster, at once. What is in use beyond a lower one is let finish."""
-    _connect(address)
+    connect(address)
     from toolroll.limiter.token_bucket import set_limit
 
     known = _standings()
@@ -66,24 +63,6 @@ def set_(
         raise ConfigError(f"No resource {resource!r} is limited on this cluster{did_you_mean(resource, known)}.")
     set_limit(resource, limit)
     typer.echo(f"{resource}: {known[resource].limit} → {limit}")
-
-
-def _connect(address: str) -> None:
-    if (Path.home() / ".ray" / "auth_token").exists():
-        # Ray secures clusters with this token by default, but a client shows it only if it is told to.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("ray", "ray") from error
-    try:
-        if "://" not in address and ":" in address:  # asked first, as Ray itself would try for minutes
-            socket.create_connection((address.rpartition(":")[0], int(address.rpartition(":")[2])), timeout=5).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"No Ray cluster answers at {address!r}. Start one (`ray start --head`), or name it with --address."
-        ) from error
 
 
 def _standings() -> dict[str, Standing]:

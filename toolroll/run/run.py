@@ -18,8 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self
 
-from toolroll.errors import ConfigError, MissingExtra
+from toolroll.errors import ConfigError
 from toolroll.limiter.limiter import get_limiter
+from toolroll.ray_cluster import connect
 from toolroll.rollout.collector import rare_full_collections
 from toolroll.rollout.worker import Worker
 from toolroll.run.config import RunConfig
@@ -108,14 +109,9 @@ class _OnRay:
     """On a cluster: a board on this node, and workers on all."""
 
     def __init__(self, config: RunConfig) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingExtra("ray", "ray") from error
-        from toolroll.rollout.crew import Crew, actor_here, number_of_nodes
+        self._ray, self._connected = _connect(str(config.cluster))
+        from toolroll.rollout.crew import Crew, actor_here, number_of_nodes  # which needs ray
 
-        self._ray: Any = ray
-        self._connected = _connect(ray, str(config.cluster))
         self._resources = _resources(config)
         workers = config.workers or number_of_nodes()
         self._board: Any = actor_here(RunBoard).remote(config, workers)
@@ -148,22 +144,18 @@ class _OnRay:
             self._ray.shutdown()
 
 
-def _connect(ray: Any, address: str) -> bool:
-    """Connect to the cluster. Whether that was done here; else the process was connected before."""
-    if ray.is_initialized():
-        return False
-    options = {"log_to_driver": False, "include_dashboard": False}
-    if address == "auto" and "RAY_ADDRESS" not in os.environ:
-        with contextlib.suppress(ConnectionError):
-            ray.init("auto", **options)
-            return True
-        ray.init(num_cpus=os.cpu_count() or 1, **options)
-        return True
+def _connect(address: str) -> tuple[Any, bool]:
+    """`ray`, and whether it was connected here; else the process was connected before."""
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return sys.modules["ray"], False
     try:
-        ray.init(address, **options)
-    except (ConnectionError, RuntimeError) as error:
-        raise ConfigError(f"There is no Ray cluster at {address}: {error}") from error
-    return True
+        return connect(address), True
+    except ConfigError:
+        if address != "auto" or "RAY_ADDRESS" in os.environ or "ray" not in sys.modules:
+            raise
+    ray: Any = sys.modules["ray"]
+    ray.init(num_cpus=os.cpu_count() or 1, log_to_driver=False, include_dashboard=False)
+    return ray, True
 
 
 def _resources(config: RunConfig) -> dict[str, int]:
