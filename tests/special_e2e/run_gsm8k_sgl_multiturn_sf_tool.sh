@@ -98,7 +98,7 @@ say "the records"
 say "the viewer"
 tmux=(tmux -L "toolroll-$$" -f /dev/null)
 screen_shows() { "${tmux[@]}" capture-pane -p -t viewer | grep -q "$1"; }
-"${tmux[@]}" new-session -d -s viewer -x 120 -y 40 "${toolroll[@]@Q} view ${work@Q}/rollouts; echo left with \$?; sleep 60"
+"${tmux[@]}" new-session -d -s viewer -x 120 -y 40 "${toolroll[*]@Q} view ${work@Q}/rollouts; echo left with \$?; sleep 60"
 until_up "the first screen" screen_shows "sample 1 of"
 "${tmux[@]}" send-keys -t viewer n q
 until_up "the shell again" screen_shows "left with 0"
