@@ -33,5 +33,6 @@ build:
 
 figures:
 	$(BIN)python docs/make_figures.py
+	$(BIN)python docs/make_scale.py
 	$(BIN)python docs/make_viewer_pictures.py
 	$(BIN)python docs/make_run_picture.py

@@ -172,6 +172,7 @@ def write_figures(folder: Path, trajectories: Sequence[Trajectory], rounds: int)
     each = min(uvloop.run(awaited(folder, trajectories[:BATCH])) for _ in range(3))
     return {
         "kb_per_sample": round(1000 * size / len(samples), 2),
+        "bytes_per_token": round(1e6 * size / sum(len(one.tokens) for one in trajectories[:BATCH]), 1),
         "write_mb_per_s": round(size / seconds, 1),
         "write_mb_per_s_bare": round(size / bares, 1),
         "vs_bare_write": round(bares / seconds, 3),

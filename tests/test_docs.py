@@ -1,5 +1,6 @@
 """What stands in the documentation works as it stands."""
 
+import importlib.util
 from pathlib import Path
 
 import doc_page
@@ -75,3 +76,12 @@ def test_links_lead_somewhere(root: Path) -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_table_of_scale_is_what_the_figures_come_to(root: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_scale", root / "docs/make_scale.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_scale = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_scale)
+    assert make_scale.table() in (root / "docs/scale.md").read_text(), "run docs/make_scale.py"

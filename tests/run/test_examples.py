@@ -117,4 +117,4 @@ def test_what_the_model_said_last_counts() -> None:
 async def test_a_row_without_its_answer_is_no_fault_of_the_models() -> None:
     rule = RewardRule(functions={"right": reward_functions.gsm8k_strict})
     with pytest.raises(InfraFault, match=r"name its column in data\.ground_truth"):
-        await rule.score(said("#### 42"))
+        await rule.score(said("#### 42"), seconds=5)
