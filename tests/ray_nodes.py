@@ -32,6 +32,7 @@ FAST_FAILURE: Mapping[str, str] = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "500",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 """With these the GCS gives up on a silent node after some seconds, instead of Ray's half a minute."""
 

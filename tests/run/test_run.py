@@ -1,6 +1,7 @@
 """Whole runs: every sample of every prompt is recorded once, whatever is stopped or killed on the way."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,11 +12,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rollout import small_tokenizer
 
 from toolroll.errors import ConfigError
 from toolroll.records.reader import read
+from toolroll.run.claim import Claim
 from toolroll.run.config import RunConfig
 from toolroll.run.run import Run
 from toolroll.run.status import Status
@@ -186,3 +189,40 @@ async def test_two_runs_in_one_directory(configure: Any) -> None:
 async def test_what_is_wrong_is_said(configure: Any, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         await run(configure(), override)
+
+
+async def test_a_board_that_is_killed_is_begun_anew_and_nothing_is_done_twice(configure: Any, cluster: str) -> None:
+    file = configure(rows=60, delay=0.5, max_in_flight=8)
+    async with Run(RunConfig.load(file, ["cluster=auto", "workers=2"])) as running:
+        while (await running.status()).done < 40:
+            await asyncio.sleep(0.05)
+        holder_of(file.parent / "records" / ".lock").send_signal(signal.SIGKILL)
+        await asyncio.wait_for(running.wait(), 120)
+    status = await running.status()
+    assert status.done == 180
+    assert samples(file) == every(60, 3)
+
+
+def holder_of(file: Path) -> psutil.Process:
+    """The process that has a file open."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(opened.path == str(file) for opened in process.open_files()):
+                return process
+    raise AssertionError(f"nobody has {file} open")
+
+
+def test_who_goes_on_waits_for_workers_that_may_still_write(tmp_path: Path) -> None:
+    about = {"n": 1}
+    claim = Claim(tmp_path, about, lease=10.0)
+    assert claim.wait == 0
+    with pytest.raises(ConfigError, match="Another run is at work"):
+        Claim(tmp_path, about)
+    claim.release(is_over=False)
+    second = Claim(tmp_path, about)
+    assert second.wait == 10, "it was stopped, and its workers may not know"
+    second.release(is_over=True)
+    Claim(tmp_path, about).release(is_over=True)
+    with pytest.raises(ConfigError, match="n=1, and this one has 2"):
+        Claim(tmp_path, {"n": 2})
+    assert Claim(tmp_path, about).wait == 0

@@ -62,7 +62,7 @@ HF_HUB_OFFLINE=1 SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 start sglang "$engine
   --mem-fraction-static 0.2 --max-total-tokens 65536 --max-running-requests 32 --context-length 4096 \
   --disable-overlap-schedule --sleep-on-idle
 
-export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_memory_monitor_refresh_ms=0 # what else runs here is its own affair
 RAY_AUTH_TOKEN=$("$python" -c 'import secrets; print(secrets.token_hex(32))') && export RAY_AUTH_TOKEN
 cluster=$("$python" -c 'import ray.util; print(ray.util.get_node_ip_address())'):$ray_port
 ray=("$python" -m ray.scripts.scripts start --block --num-cpus=1 --num-gpus=0 --object-store-memory=80000000

@@ -159,20 +159,22 @@ class Crew:
                     await actor.abort.remote()
                 await actor.work.remote(self._board)
                 return
-            except RayActorError as error:
-                if error.actor_init_failed:
-                    raise WorkersFailed(f"A worker could not begin: {_last_line(error)}") from error
-                logger.warning("a worker died, and is begun anew: %s", _last_line(error))
-                await asyncio.sleep(RESTART_PAUSE)
             except RayTaskError as error:
-                raise WorkersFailed(f"A worker could not go on: {_last_line(error.cause)}") from error
+                raise WorkersFailed(f"A worker could not go on: {last_line(error.cause)}") from error
+            except RayError as error:  # it was killed, the machine ran out of memory, its node is gone, …
+                if isinstance(error, RayActorError) and error.actor_init_failed:
+                    raise WorkersFailed(f"A worker could not begin: {last_line(error)}") from error
+                logger.warning("a worker died, and is begun anew: %s", last_line(error))
+                await asyncio.sleep(RESTART_PAUSE)
 
     async def _tell_all(self, method: str) -> None:
         told = await asyncio.gather(
             *(getattr(actor, method).remote() for actor in self._actors), return_exceptions=True
         )
         for error in told:
-            if isinstance(error, Exception) and not isinstance(error, RayActorError):  # a dead one generates nothing
+            if isinstance(error, RayTaskError) or not isinstance(
+                error, RayError | None
+            ):  # a dead one generates nothing
                 raise error
 
 
@@ -182,11 +184,14 @@ def number_of_nodes() -> int:
     return max(1, len([node for node in nodes if node["Alive"]]))
 
 
-def actor_here(kind: type) -> Any:
+def actor_here(kind: type, *, max_restarts: int = 0) -> Any:
     """An actor of this class on this node, and ended with this process: it has what the process needs to go on."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return cast("Any", ray.remote(kind)).options(num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=here)
+    return cast("Any", ray.remote(kind)).options(
+        num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=here, max_restarts=max_restarts
+    )
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
+    """What an error of Ray's comes down to: it has the stack in it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

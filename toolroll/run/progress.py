@@ -10,8 +10,6 @@ the records of the other steps are read. Promises:
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +17,12 @@ from typing import Any
 
 import orjson
 
-from toolroll.errors import ConfigError
 from toolroll.records.directory import dump_files
 from toolroll.records.reader import Reading
 from toolroll.records.record import Record
 from toolroll.run.tally import Outcome, Tally
 
-COMPLETE, ABOUT, LOCK = ".complete", ".run.json", ".lock"
+COMPLETE = ".complete"
 
 
 @dataclass(frozen=True)
@@ -155,32 +152,3 @@ def _outcomes(records: Iterable[Record]) -> Iterator[Outcome]:
     for record in records:
         if record.is_ours and record.group is not None and record.group.isdecimal() and record.sample is not None:
             yield Outcome.of_record(record, int(record.group))
-
-
-def claim(directory: Path, about: dict[str, Any]) -> int:
-    """Make the directory this run's own. Raises ConfigError where another is at work there, or another's records are.
-
-    The file descriptor that is given holds the claim, until it or the process ends.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(f"Another run is at work in {directory}. Wait for it, or choose another directory.") from None
-    except OSError as error:
-        raise ConfigError(f"The rollout_data_dir {directory} can't be used: {error.strerror}.") from error
-    file = directory / ABOUT
-    if not file.exists():
-        file.write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2))
-        return lock
-    before = orjson.loads(file.read_bytes())
-    for key, value in about.items():
-        if before.get(key) != value:
-            os.close(lock)
-            raise ConfigError(
-                f"{directory} has the records of a run with {key}={before.get(key)!r}, and this one has {value!r}. "
-                "Choose another rollout_data_dir, or put it back."
-            )
-    return lock

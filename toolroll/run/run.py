@@ -22,6 +22,7 @@ from toolroll.errors import ConfigError
 from toolroll.limiter.limiter import get_limiter
 from toolroll.ray_cluster import connect
 from toolroll.rollout.collector import rare_full_collections
+from toolroll.rollout.dispatch import LEASE
 from toolroll.rollout.worker import Worker
 from toolroll.run.config import RunConfig
 from toolroll.run.hands import RunHands
@@ -29,6 +30,9 @@ from toolroll.run.run_board import RunBoard
 from toolroll.run.status import Status
 from toolroll.tools.registry import initialize_tools_from_config
 from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
+
+ASK_AGAIN = 0.5
+"""Seconds before a board is asked again that is begun anew."""
 
 
 class _Place(Protocol):
@@ -114,7 +118,9 @@ class _OnRay:
 
         self._resources = _resources(config)
         workers = config.workers or number_of_nodes()
-        self._board: Any = actor_here(RunBoard).remote(config, workers)
+        # It knows nothing that isn't in the records: begun anew, it goes on.
+        self._board: Any = actor_here(RunBoard, max_restarts=-1).remote(config, workers, lease=LEASE)
+        self._last: Status | None = None
         hands = partial(RunHands, config, apart=True, path=list(sys.path))
         self._crew = Crew(self._board, hands, workers=workers, capacity=config.max_in_flight, name="worker")
 
@@ -122,8 +128,24 @@ class _OnRay:
         await self._crew.work()
 
     async def status(self) -> Status:
-        status: Status = await self._board.status.remote()
-        return replace(status, **_sum(await asyncio.to_thread(self._standings)))
+        self._last = await self._ask_board() or self._last
+        while self._last is None:
+            await asyncio.sleep(ASK_AGAIN)
+            self._last = await self._ask_board()
+        return replace(self._last, **_sum(await asyncio.to_thread(self._standings)))
+
+    async def _ask_board(self) -> Status | None:
+        """How it stands; None while the board is begun anew."""
+        from toolroll.rollout.crew import WorkersFailed, last_line
+
+        errors = self._ray.exceptions
+        try:
+            status: Status = await self._board.status.remote()
+        except errors.ActorDiedError as error:
+            raise WorkersFailed(f"The run could not go on: {last_line(error)}") from error
+        except errors.RayError:
+            return None
+        return status
 
     def _standings(self) -> list[tuple[int, int]]:
         """Of the limits that there are: one that nobody has used yet has no actor, and is left out."""
@@ -138,7 +160,8 @@ class _OnRay:
 
     async def end(self) -> None:
         self._crew.end()
-        await self._board.close.remote()
+        with contextlib.suppress(self._ray.exceptions.RayError):  # else the next run waits for what may be at work
+            await self._board.close.remote()
         self._ray.kill(self._board)
         if self._connected:
             self._ray.shutdown()

@@ -1,14 +1,13 @@
 """RunBoard: hands out the samples of a run, and knows what is done. In one process with the worker, or as an actor.
 
 It reads the data and what an earlier run has left. What a lost worker had written by then is read from its records, so
-that nothing is done twice.
+that nothing is done twice. All that it knows is in the data and the records: an actor that died can be begun anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import Any
 from toolroll.rollout.board import WorkBoard
 from toolroll.rollout.dispatch import Key, Lost, Piece
 from toolroll.rollout.worker import Orders
+from toolroll.run.claim import Claim
 from toolroll.run.config import RunConfig
 from toolroll.run.data import Rows
-from toolroll.run.progress import Progress, Sample, claim, written
+from toolroll.run.progress import Progress, Sample, written
 from toolroll.run.row_files import BadRow
 from toolroll.run.status import Status
 from toolroll.run.tally import Outcome
@@ -28,10 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunBoard:
-    """One run's board."""
+    """One run's board.
 
-    def __init__(self, config: RunConfig, workers: int) -> None:
+    Args:
+        config: The run.
+        workers: How many are expected.
+        lease: Seconds that workers may go on for when this process has died.
+    """
+
+    def __init__(self, config: RunConfig, workers: int, *, lease: float = 0.0) -> None:
         self._config = config
+        self._lease = lease
         self._rows = Rows(config.data)
         directory = Path(config.rollout_data_dir)
         about = {
@@ -40,7 +47,10 @@ class RunBoard:
             "prompts_per_step": config.prompts_per_step,
             "model": config.model or config.engine.model,
         }
-        self._claim = claim(directory, about)
+        self._claim = Claim(directory, about, lease=lease)
+        if self._claim.wait:
+            logger.info("an earlier run here was killed: its workers may write for %g s more", self._claim.wait)
+            time.sleep(self._claim.wait)  # nobody is served before
         self._progress = Progress(directory, config.n, config.prompts_per_step, config.rewards.solved_at)
         self._progress.read()
         tally = self._progress.tally
@@ -93,7 +103,7 @@ class RunBoard:
         """Let the directory go."""
         if self._watching is not None:
             self._watching.cancel()
-        os.close(self._claim)
+        self._claim.release(is_over=not self._lease or self._board.is_over)
 
     def _pieces(self) -> Iterator[Piece[Sample]]:
         """What isn't done, in the data's order."""
