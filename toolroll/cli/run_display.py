@@ -71,7 +71,7 @@ def line(status: Status, rates: Rates) -> str:
     if faults:
         parts.append(f"faults: {counted(faults)}")
     if status.lost_workers:
-        parts.append(f"{status.lost_workers} workers lost")
+        parts.append(f"{status.lost_workers} worker{'' if status.lost_workers == 1 else 's'} lost")
     left = seconds_left(status)
     return " · ".join([*parts, f"{clock(left)} left"] if left else parts)
 
