@@ -95,7 +95,7 @@ def _bar(status: Status) -> RenderableType:
 def _more(status: Status) -> Iterable[tuple[str, Text]]:
     """What isn't always there."""
     tally = status.tally
-    if status.workers != 1 or status.lost_workers:
+    if status.workers > 1 or status.lost_workers:
         lost = f" · {status.lost_workers} lost, and what they had is done by others" if status.lost_workers else ""
         yield "workers", Text(f"{status.workers}{lost}")
     if tally.get("finish_reasons"):
