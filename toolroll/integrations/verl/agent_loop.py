@@ -175,7 +175,7 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
             return _shared[key]
 
     def _make_shared(self, loaded: list[Any], made_for: tuple[Any, ...]) -> Shared:
-        from verl.utils.import_utils import resolve_config_path
+        from verl.experimental.agent_loop.utils import resolve_config_path
 
         rollout = self.rollout_config
         path = rollout.multi_turn.get("tool_config_path")

@@ -70,11 +70,12 @@ class ServerEngine:
         ids = [int(number) for number in answer.token_ids]
         finish = finish_of(answer.stop_reason, ids, stops)
         told = answer.extra_fields or {}
+        version, _ = _versions(told)
         return Generation(
             ids=ids,
             logprobs=_logprobs(answer.log_probs, ids, finish, wanted=bool(sampling_params.get("logprobs"))),
             finish=finish,
-            weight_version=_version(told),
+            weight_version=None if version is None else str(version),
             timings=Timings(total=timings.total, cached_tokens=told.get("num_cached_tokens")),
         )
 
@@ -111,12 +112,10 @@ class ServerEngine:
 
     def _note(self, answer: Any) -> None:
         told = answer.extra_fields or {}
-        if not isinstance(told, Mapping):
-            return
-        first, last = told.get("min_global_steps"), told.get("max_global_steps")
+        first, last = _versions(told)
         self.steps = (
-            self.steps[0] if self.steps[0] is not None else first,
-            last if last is not None else self.steps[1],
+            first if self.steps[0] is None else self.steps[0],
+            self.steps[1] if last is None else last,
         )
         if answer.num_preempted is not None:
             self.preempted = (self.preempted or 0) + answer.num_preempted
@@ -149,9 +148,11 @@ def _logprobs(given: Sequence[float] | None, ids: list[int], finish: Finish, *, 
     return logprobs
 
 
-def _version(told: Mapping[str, Any]) -> str | None:
-    version = told.get("min_global_steps", told.get("global_steps"))
-    return None if version is None else str(version)
+def _versions(told: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The weights that sampled first and last. verl 0.8 tells one for both."""
+    one = told.get("global_steps")
+    first, last = told.get("min_global_steps"), told.get("max_global_steps")
+    return one if first is None else first, one if last is None else last
 
 
 def _fault(error: Exception) -> EngineUnavailable | EngineRefused:

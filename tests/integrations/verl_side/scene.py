@@ -1,0 +1,113 @@
+"""A cluster with verl's own workers on it, as a trainer sets them up: config, data set, servers, managers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import verl
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from scripted_server import Server
+from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.workers.rollout import llm_server
+
+NEWEST = verl.__version__.startswith("0.9")
+PROMPT, RESPONSE = 1024, 1024
+
+AGENTS = [
+    {"name": "toolroll", "limits": {"call_timeout": 5, "max_tool_response_tokens": 128}},
+    {
+        "name": "toolroll_scored",
+        "limits": {"call_timeout": 5},
+        "rewards": {"steps": 1.0, "tools": {"calc_gsm8k_reward": 0.5}, "function": 1.0},
+    },
+]
+
+
+class Scene:
+    """`spec` says where things are: model, questions, sandboxes."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.folder = Path(spec["folder"])
+        lines = [json.loads(line) for line in Path(spec["questions"]).read_text().splitlines()][:64]
+        self.truths = {line["question"]: line["answer"].rpartition("#### ")[2].replace(",", "") for line in lines}
+        assert len(self.truths) == 64, "the questions differ"
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+        server = ray.remote(Server).options(max_concurrency=1000)
+        self.server = server.remote(spec["model"], self.truths)
+
+    def config(self, sandbox: str, *more: str) -> DictConfig:
+        """verl's own config, as its trainer would have it."""
+        tools = self.folder / f"tools-{abs(hash(sandbox))}.yaml"
+        tools.write_text(yaml.safe_dump({"tools": tool_entries(sandbox)}))
+        agents = self.folder / "agents.yaml"
+        target = {"_target_": "toolroll.integrations.verl.ToolrollAgentLoop"}
+        agents.write_text(yaml.safe_dump([{**agent, **target} for agent in AGENTS]))
+        overrides = [
+            f"actor_rollout_ref.model.path={self.spec['model']}",
+            "actor_rollout_ref.model.external_lib=toolroll.integrations.verl",
+            "actor_rollout_ref.rollout.name=sglang",
+            f"actor_rollout_ref.rollout.prompt_length={PROMPT}",
+            f"actor_rollout_ref.rollout.response_length={RESPONSE}",
+            "actor_rollout_ref.rollout.calculate_log_probs=True",
+            "actor_rollout_ref.rollout.temperature=1.0",
+            "actor_rollout_ref.rollout.multi_turn.enable=True",
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8",
+            "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=2048",
+            f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tools}",
+            "actor_rollout_ref.rollout.agent.num_workers=2",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=toolroll",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+            "reward.num_workers=1",
+            "algorithm.adv_estimator=toolroll_grpo",
+            f"data.train_files={self.spec['rows']}",
+            "data.return_raw_chat=True",
+            f"data.max_prompt_length={PROMPT}",
+            "data.filter_overlong_prompts=False",
+            *more,
+        ]
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=overrides)
+
+    def client(self, config: DictConfig) -> Any:
+        """verl's own client, with our server behind its load balancer."""
+        balancer = llm_server.GlobalRequestLoadBalancer
+        if NEWEST:
+            balancer = ray.remote(balancer)
+        return llm_server.LLMServerClient(config, balancer.remote({"one": self.server}))
+
+    def rows(self, config: DictConfig, places: list[int], n: int = 1, agent: str = "toolroll") -> DataProto:
+        """What verl's trainer sends to its workers: rows of its own data set, each n times."""
+        from verl.utils import hf_tokenizer
+
+        data = RLHFDataset(config.data.train_files, hf_tokenizer(self.spec["model"]), config.data, None)
+        batch = DataProto.from_single_dict(collate_fn([data[place] for place in places]))
+        batch.non_tensor_batch["uid"] = np.array([f"u{place}" for place in places], dtype=object)
+        batch.non_tensor_batch["agent_name"] = np.array([agent] * len(places), dtype=object)
+        return batch.select(batch_keys=[]).repeat(n, interleave=True)
+
+    def become(self, mode: str, **settings: Any) -> None:
+        ray.get(self.server.become.remote(mode, **settings))
+
+    def told(self) -> dict[str, Any]:
+        return ray.get(self.server.told.remote())
+
+
+def tool_entries(sandbox: str) -> list[dict[str, Any]]:
+    """The example's tools, which count; and a function."""
+    with Path(__file__).parents[3].joinpath("examples/verl_gsm8k/tool_config.yaml").open() as opened:
+        interpreter, check = yaml.safe_load(opened)["tools"]
+    interpreter |= {"class_name": "counting_tools.CountedInterpreter"}
+    interpreter["config"] |= {"sandbox_fusion_url": sandbox, "rate_limit": 4}
+    check |= {"class_name": "counting_tools.CountedGsm8k"}
+    function = {"class_name": "counting_tools.shout", "config": {"type": "native"}}
+    return [interpreter, check, function]
+
+
+def plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=True)

@@ -1,0 +1,142 @@
+"""An inference server of verl's, behind verl's own client and load balancer: scripted, or a relay to a real SGLang.
+
+It answers as verl's servers do, with TokenOutput, and remembers what it was asked and what it gave.
+"""
+
+import asyncio
+import os
+import random
+import re
+import signal
+from collections import Counter
+from typing import Any
+
+import aiohttp
+from transformers import AutoTokenizer
+from verl.workers.rollout.replica import TokenOutput
+
+PIECES = 3
+"""Text is encoded in pieces of some characters each, which gives other ids than encoding it whole does."""
+STEP = 4
+"""Of the trainer, by whose weights it samples."""
+
+
+class Server:
+    """`mode` is what it does: "scripted", "dying", "real"."""
+
+    def __init__(self, model: str, truths: dict[str, str]) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.truths = truths
+        self.stop = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.mode, self.settings = "scripted", {}
+        self.random = random.Random(0)
+        self.reset()
+
+    def reset(self) -> None:
+        self.gave: list[tuple[list[int], list[int], list[float]]] = []
+        self.asked: Counter[str] = Counter()
+        self.ended = 0
+        self.most = self.in_flight = 0
+        self.died = asyncio.Event()
+
+    def become(self, mode: str, **settings: Any) -> None:
+        """Begin anew, in another mode."""
+        self.mode, self.settings = mode, settings
+        self.reset()
+
+    def told(self) -> dict[str, Any]:
+        """What it gave, to which prompts."""
+        return {"gave": self.gave, "most": self.most}
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
+    ) -> TokenOutput:
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            if self.mode == "real":
+                ids, logprobs, reason = await self._sample(prompt_ids, sampling_params, request_id)
+            else:
+                ids, reason = await self._say(prompt_ids, sampling_params)
+                logprobs = [-self.random.random() for _ in ids]
+        finally:
+            self.in_flight -= 1
+        self.gave.append((list(prompt_ids), ids, logprobs))
+        wanted = sampling_params.get("logprobs")
+        return TokenOutput(
+            token_ids=ids,
+            log_probs=logprobs if wanted else None,
+            stop_reason=reason,
+            extra_fields={"global_steps": STEP},
+        )
+
+    async def _say(self, prompt_ids: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
+        text = self.tokenizer.decode(prompt_ids)
+        question = next(one for one in self.truths if one in text)
+        turn = text.rpartition(question)[2].count("<|im_start|>assistant\n") - 1
+        number = list(self.truths).index(question)
+        if turn == 0 and self.mode == "dying":
+            await self._maybe_die(question)
+        await asyncio.sleep(0.01)
+        words = script(question, self.truths[question], number, turn, "not valid JSON" in text)
+        ids = [one for place in range(0, len(words), PIECES) for one in self._encode(words[place : place + PIECES])]
+        most = params.get("max_new_tokens", len(ids) + 1)
+        if len(ids) >= most:
+            return ids[:most], "length"
+        self.ended += "####" in words
+        return [*ids, self.stop], "stop"
+
+    async def _maybe_die(self, question: str) -> None:
+        """The first half of each group goes through; then the sandbox dies, and the others begin."""
+        self.asked[question] += 1
+        if self.asked[question] <= self.settings["before"]:
+            return
+        while self.ended < self.settings["when"]:
+            await asyncio.sleep(0.02)
+        if not self.died.is_set():
+            self.died.set()
+            os.killpg(self.settings["pid"], signal.SIGKILL)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def _sample(
+        self, prompt_ids: list[int], params: dict[str, Any], request_id: str
+    ) -> tuple[list[int], list[float], str]:
+        wanted = {key: params[key] for key in ("max_new_tokens", "stop_token_ids", "temperature", "top_p")}
+        wanted |= {"skip_special_tokens": False, "no_stop_trim": True, "max_new_tokens": min(80, wanted["max_new_tokens"])}
+        body = {"rid": request_id, "input_ids": prompt_ids, "sampling_params": wanted, "return_logprob": True}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.settings["url"] + "/generate", json={**body, "logprob_start_len": -1}) as got,
+        ):
+            answer = await got.json()
+        meta = answer["meta_info"]
+        return answer["output_ids"], [one[0] for one in meta["output_token_logprobs"]], meta["finish_reason"]["type"]
+
+
+def call(name: str, **arguments: str) -> str:
+    import json
+
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def script(question: str, truth: str, number: int, turn: int, was_malformed: bool) -> str:
+    """What the model says: it keeps numbers, adds them up in the next turn, has its answer checked, and gives it.
+
+    Every eighth one first writes a call that is no JSON. Every fourth one is wrong.
+    """
+    numbers = re.findall(r"\d+", question)
+    answer = truth if number % 4 else "-1"
+    if number % 8 == 3:
+        if turn == 0:
+            return "So.\n<tool_call>\n{'name': code_interpreter}\n</tool_call>"
+        turn -= was_malformed
+    match turn:
+        case 0:
+            return f"I keep them.\n{call('code_interpreter', code=f'numbers = {numbers}')}"
+        case 1:
+            return call("code_interpreter", code="print('sum', sum(map(int, numbers)))")
+        case 2:
+            return call("calc_gsm8k_reward", answer=answer)
+    return f"That is it.\n#### {answer}"
