@@ -33,7 +33,12 @@ class CountedInterpreter(_Counted, SandboxFusionTool):
 
 
 class CountedGsm8k(_Counted, Gsm8kTool):
-    """The check of answers."""
+    """The check of answers, which asks itself for the reward at each call."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        result = await super().execute(instance_id, parameters, **kwargs)
+        rewarded[instance_id] -= 1
+        return result
 
 
 @tool
@@ -49,5 +54,11 @@ def shout(text: str, times: int = 1) -> str:
 
 def told(worker: Any = None) -> dict[str, Any]:
     """What this process's tools have seen."""
-    twice = [one for one, times in rewarded.items() if times != 1]
-    return {**seen, "alive": len(alive), "rewarded": len(rewarded), "rewarded_twice": len(twice)}
+    once = sum(times == 1 for times in rewarded.values())
+    return {**seen, "alive": len(alive), "rewarded_once": once, "rewarded_more": sum(n > 1 for n in rewarded.values())}
+
+
+def reset(worker: Any = None) -> None:
+    """Count anew."""
+    for counted in (seen, rewarded, alive):
+        counted.clear()

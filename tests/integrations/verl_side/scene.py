@@ -9,9 +9,10 @@ import ray
 import verl
 import yaml
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from scripted_server import Server
 from verl.protocol import DataProto
+from verl.utils import hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.workers.rollout import llm_server
 
@@ -19,10 +20,10 @@ NEWEST = verl.__version__.startswith("0.9")
 PROMPT, RESPONSE = 1024, 1024
 
 AGENTS = [
-    {"name": "toolroll", "limits": {"call_timeout": 5, "max_tool_response_tokens": 128}},
+    {"name": "toolroll", "limits": {"max_tool_response_tokens": 128}},
+    {"name": "toolroll_hurried", "limits": {"call_timeout": 5}},
     {
         "name": "toolroll_scored",
-        "limits": {"call_timeout": 5},
         "rewards": {"steps": 1.0, "tools": {"calc_gsm8k_reward": 0.5}, "function": 1.0},
     },
 ]
@@ -37,7 +38,7 @@ class Scene:
         lines = [json.loads(line) for line in Path(spec["questions"]).read_text().splitlines()][:64]
         self.truths = {line["question"]: line["answer"].rpartition("#### ")[2].replace(",", "") for line in lines}
         assert len(self.truths) == 64, "the questions differ"
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
         server = ray.remote(Server).options(max_concurrency=1000)
         self.server = server.remote(spec["model"], self.truths)
 
@@ -63,6 +64,7 @@ class Scene:
             "actor_rollout_ref.rollout.agent.num_workers=2",
             "actor_rollout_ref.rollout.agent.default_agent_loop=toolroll",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
             "reward.num_workers=1",
             "algorithm.adv_estimator=toolroll_grpo",
             f"data.train_files={self.spec['rows']}",
@@ -81,14 +83,17 @@ class Scene:
             balancer = ray.remote(balancer)
         return llm_server.LLMServerClient(config, balancer.remote({"one": self.server}))
 
-    def rows(self, config: DictConfig, places: list[int], n: int = 1, agent: str = "toolroll") -> DataProto:
-        """What verl's trainer sends to its workers: rows of its own data set, each n times."""
-        from verl.utils import hf_tokenizer
-
+    def batch(self, config: DictConfig, places: list[int], agent: str) -> dict[str, Any]:
+        """A batch out of verl's own data set, as its data loader gives it."""
         data = RLHFDataset(config.data.train_files, hf_tokenizer(self.spec["model"]), config.data, None)
-        batch = DataProto.from_single_dict(collate_fn([data[place] for place in places]))
-        batch.non_tensor_batch["uid"] = np.array([f"u{place}" for place in places], dtype=object)
-        batch.non_tensor_batch["agent_name"] = np.array([agent] * len(places), dtype=object)
+        batch = collate_fn([data[place] for place in places])
+        batch["uid"] = np.array([f"u{place}" for place in places], dtype=object)
+        batch["agent_name"] = np.array([agent] * len(places), dtype=object)
+        return batch
+
+    def rows(self, config: DictConfig, places: list[int], n: int = 1, agent: str = "toolroll") -> DataProto:
+        """What verl's older trainer sends to its workers: each row n times."""
+        batch = DataProto.from_single_dict(self.batch(config, places, agent))
         return batch.select(batch_keys=[]).repeat(n, interleave=True)
 
     def become(self, mode: str, **settings: Any) -> None:
@@ -109,5 +114,12 @@ def tool_entries(sandbox: str) -> list[dict[str, Any]]:
     return [interpreter, check, function]
 
 
-def plain(config: DictConfig) -> Any:
-    return OmegaConf.to_container(config, resolve=True)
+def code_rewards(sandbox: str) -> list[str]:
+    """Our reward function, as a command line of verl's sets it."""
+    function = "reward.custom_reward_function"
+    return [
+        f"{function}.path=pkg://toolroll.integrations.verl.reward",
+        f"{function}.name=compute_score_async",
+        f"+{function}.reward_kwargs.sandbox_fusion_url={sandbox}",
+        f"+{function}.reward_kwargs.rate_limit=4",
+    ]

@@ -4,6 +4,7 @@ It answers as verl's servers do, with TokenOutput, and remembers what it was ask
 """
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -73,24 +74,46 @@ class Server:
     async def _say(self, prompt_ids: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
         text = self.tokenizer.decode(prompt_ids)
         question = next(one for one in self.truths if one in text)
-        turn = text.rpartition(question)[2].count("<|im_start|>assistant\n") - 1
-        number = list(self.truths).index(question)
-        if turn == 0 and self.mode == "dying":
-            await self._maybe_die(question)
+        said = text.rpartition(question)[2]
+        if found := re.search(r"I am number (\d+)\.", said):
+            place = int(found[1])
+        else:
+            place = self.asked[question]
+            self.asked[question] += 1
+            if self.mode == "dying" and place >= self.settings["before"]:
+                await self._die()
         await asyncio.sleep(0.01)
-        words = script(question, self.truths[question], number, turn, "not valid JSON" in text)
-        ids = [one for place in range(0, len(words), PIECES) for one in self._encode(words[place : place + PIECES])]
+        words = self._script(question, said, place)
+        ids = [one for start in range(0, len(words), PIECES) for one in self._encode(words[start : start + PIECES])]
         most = params.get("max_new_tokens", len(ids) + 1)
         if len(ids) >= most:
             return ids[:most], "length"
-        self.ended += "####" in words
+        self.ended += "That is it." in words
         return [*ids, self.stop], "stop"
 
-    async def _maybe_die(self, question: str) -> None:
-        """The first half of each group goes through; then the sandbox dies, and the others begin."""
-        self.asked[question] += 1
-        if self.asked[question] <= self.settings["before"]:
-            return
+    def _script(self, question: str, said: str, place: int) -> str:
+        """What the model says: it keeps numbers, adds them up in the next turn, has its answer checked, and gives it.
+
+        Every eighth question has it write a call that is no JSON first. Whether it is right goes by turns.
+        """
+        number, turn = list(self.truths).index(question), said.count("<|im_start|>assistant\n") - 1
+        answer = self.truths[question] if (number + place) % 2 else "-1"
+        who = f"I am number {place}.\n"
+        if number % 8 == 3:
+            if turn == 0:
+                return who + "<tool_call>\n{'name': code_interpreter}\n</tool_call>"
+            turn -= 1
+        match turn:
+            case 0:
+                return who + call("code_interpreter", code=f"numbers = {re.findall(r'[0-9]+', question)}")
+            case 1:
+                return call("code_interpreter", code="print('sum', sum(map(int, numbers)))")
+            case 2:
+                return call("calc_gsm8k_reward", answer=answer)
+        return f"That is it.\n#### {answer}"
+
+    async def _die(self) -> None:
+        """The first of each group go through; then the sandbox dies, and the others begin."""
         while self.ended < self.settings["when"]:
             await asyncio.sleep(0.02)
         if not self.died.is_set():
@@ -104,7 +127,11 @@ class Server:
         self, prompt_ids: list[int], params: dict[str, Any], request_id: str
     ) -> tuple[list[int], list[float], str]:
         wanted = {key: params[key] for key in ("max_new_tokens", "stop_token_ids", "temperature", "top_p")}
-        wanted |= {"skip_special_tokens": False, "no_stop_trim": True, "max_new_tokens": min(80, wanted["max_new_tokens"])}
+        wanted |= {
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "max_new_tokens": min(80, wanted["max_new_tokens"]),
+        }
         body = {"rid": request_id, "input_ids": prompt_ids, "sampling_params": wanted, "return_logprob": True}
         async with (
             aiohttp.ClientSession() as session,
@@ -116,27 +143,4 @@ class Server:
 
 
 def call(name: str, **arguments: str) -> str:
-    import json
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def script(question: str, truth: str, number: int, turn: int, was_malformed: bool) -> str:
-    """What the model says: it keeps numbers, adds them up in the next turn, has its answer checked, and gives it.
-
-    Every eighth one first writes a call that is no JSON. Every fourth one is wrong.
-    """
-    numbers = re.findall(r"\d+", question)
-    answer = truth if number % 4 else "-1"
-    if number % 8 == 3:
-        if turn == 0:
-            return "So.\n<tool_call>\n{'name': code_interpreter}\n</tool_call>"
-        turn -= was_malformed
-    match turn:
-        case 0:
-            return f"I keep them.\n{call('code_interpreter', code=f'numbers = {numbers}')}"
-        case 1:
-            return call("code_interpreter", code="print('sum', sum(map(int, numbers)))")
-        case 2:
-            return call("calc_gsm8k_reward", answer=answer)
-    return f"That is it.\n#### {answer}"

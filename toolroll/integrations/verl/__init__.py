@@ -14,16 +14,21 @@ on (advantage.py) with verl. It promises:
 verl 0.8 and 0.9.
 """
 
-from toolroll.errors import MissingExtra
-
-try:
-    import verl as _  # noqa: F401
-except ImportError as error:
-    raise MissingExtra("verl", "verl") from error
-
-from toolroll.integrations.verl.advantage import register_estimators
-from toolroll.integrations.verl.agent_loop import ToolrollAgentLoop
-
-register_estimators()
+from importlib.util import find_spec
+from typing import Any
 
 __all__ = ["ToolrollAgentLoop"]
+
+if find_spec("verl") is not None:
+    from toolroll.integrations.verl.advantage import register_estimators
+    from toolroll.integrations.verl.agent_loop import ToolrollAgentLoop
+
+    register_estimators()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ToolrollAgentLoop":
+        from toolroll.errors import MissingExtra
+
+        raise MissingExtra("verl", "verl")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

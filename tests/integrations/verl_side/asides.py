@@ -1,0 +1,101 @@
+"""What needs none of verl's workers: registries, settings, refusals."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import yaml
+from scene import Scene
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.tools.tool_registry import initialize_tools_from_config, load_all_tools
+from verl.utils import hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from toolroll import ConfigError, ToolInstance
+from toolroll.integrations.verl import ToolrollAgentLoop
+from toolroll.integrations.verl.toolbox import tools_of
+
+NESTED = {
+    "type": "function",
+    "function": {
+        "name": "diary",
+        "description": "Keep a diary.",
+        "parameters": {
+            "type": "object",
+            "properties": {"entry": {"type": "array", "items": {"type": "string"}, "minItems": 1}},
+            "required": ["entry"],
+        },
+    },
+}
+
+
+def play(scene: Scene) -> dict[str, Any]:
+    return {"registry": registry(scene), "refused": refused(scene), "foreign": asyncio.run(foreign(scene))}
+
+
+def registry(scene: Scene) -> dict[str, Any]:
+    """verl's own registry, with our tools."""
+    path = scene.config(scene.spec["sandbox"]).actor_rollout_ref.rollout.multi_turn.tool_config_path
+    tools = initialize_tools_from_config(path)
+    written = [entry.get("tool_schema") for entry in yaml.safe_load(Path(path).read_text())["tools"]]
+    shown = [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
+    return {"names": [tool.name for tool in tools], "written": written, "shown": shown}
+
+
+def refused(scene: Scene) -> dict[str, str]:
+    """What is wrong is said before anything runs."""
+    cases = {
+        "grpo": (["algorithm.adv_estimator=grpo"], {}),
+        "remax": (["algorithm.adv_estimator=remax"], {}),
+        "setting": ([], {"limit": {"call_timeout": 3}}),
+        "limit": ([], {"limits": {"call_timeout": 30, "turn_timeout": 10}}),
+        "format": ([], {"model_format": "klingon"}),
+    }
+    said = {}
+    for name, (overrides, settings) in cases.items():
+        try:
+            config = scene.config(scene.spec["sandbox"], *overrides)
+            loop = ToolrollAgentLoop(
+                trainer_config=DictConfigWrap(config),
+                server_manager=None,
+                tokenizer=hf_tokenizer(scene.spec["model"]),
+                processor=None,
+                dataset_cls=RLHFDataset,
+                data_config=DictConfigWrap(config.data),
+                tools=ToolListWrap([]),
+                name="toolroll",
+                **settings,
+            )
+            asyncio.run(loop.run({}, raw_prompt=[{"role": "user", "content": "?"}]))
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+async def foreign(scene: Scene) -> dict[str, Any]:
+    """Tools that were written for verl, as our loop runs them."""
+    path = scene.folder / "foreign.yaml"
+    entry = {"class_name": "foreign.Diary", "config": {"type": "native"}, "tool_schema": NESTED}
+    path.write_text(yaml.safe_dump({"tools": [entry]}))
+    loaded = load_all_tools(str(path), str(Path(__file__).with_name("foreign_functions.py")))
+    diary, add = tools_of(loaded, str(path))
+    async with ToolInstance(diary, create_kwargs={"owner": "Ada"}) as instance:
+        first = await instance.execute({"entry": ["up"]})
+        second = await instance.execute({"entry": ["down"]}, deadline=1.0)
+        try:
+            await instance.execute({"entry": []})
+            wrong = ""
+        except Exception as error:
+            wrong = str(error)
+        reward = await instance.calc_reward()
+    async with ToolInstance(add) as instance:
+        total = await instance.execute('{"a": 2, "b": 3}')
+    return {
+        "schema": diary.tool_schema.model_dump(),
+        "verls": loaded[0].tool_schema.model_dump(exclude_none=True),
+        "said": [first.response.text, second.response.text, total.response.text],
+        "step": second.reward,
+        "wrong": wrong,
+        "reward": reward,
+        "left": len(loaded[0].pages) + len(diary.instances) + len(add.instances),
+    }

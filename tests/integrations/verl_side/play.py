@@ -1,0 +1,39 @@
+"""Plays all scenes, and writes down what was seen.
+
+python play.py SPEC     # JSON: where model, questions, rows and sandboxes are, and where the result goes
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import asides
+from older import Older, hf_tokenizer_of
+from scene import NEWEST, Scene
+from verl.utils.config import omega_conf_to_dataclass
+
+
+def main() -> None:
+    began = time.monotonic()
+    spec = json.loads(sys.argv[1])
+    hf_tokenizer_of(spec["model"])
+    scene = Scene(spec)
+    out = {}
+    if "older" in spec["scenes"]:
+        older = Older(scene)  # its workers start while this goes on
+        if NEWEST:
+            omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # as its trainers do: it imports external_lib
+        out["asides"] = asides.play(scene)
+        out["older"] = older.play()
+        older.end()
+    if "newer" in spec["scenes"]:
+        from newer import Newer
+
+        out["newer"] = Newer(scene).play()
+    out["seconds"] = time.monotonic() - began
+    Path(spec["result"]).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
