@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from toolroll import ConfigError, Limits, Trajectory
 from toolroll.errors import EngineRefused, EngineUnavailable
 from toolroll.integrations.verl import reward
+from toolroll.integrations.verl.recording import Recording
 from toolroll.integrations.verl.sample import (
     clean_kwargs,
     fields_of,
@@ -358,6 +360,30 @@ async def test_nobody_asks_the_sandbox_about_a_sample_that_was_left_out() -> Non
     told = {"toolroll": {"left_out": "the sandbox is gone"}}
     assert await reward.compute_score_async("sums", "print(1)", {}, told, sandbox_fusion_url="http://127.0.0.1:1") == 0
     assert reward.compute_score("sums", "print(1)", {}, told, sandbox_fusion_url="http://127.0.0.1:1") == 0
+
+
+# Records
+
+
+async def test_records_are_beside_verls_dump(tmp_path: Path) -> None:
+    reader = pytest.importorskip("toolroll.records.reader")
+    recording = Recording(str(tmp_path), lambda ids: " ".join(map(str, ids)))
+    await recording.write(trajectory(stream([1, 2], [3])), step=5)
+    (folder,) = (tmp_path / "toolroll").iterdir()
+    assert [file.name for file in folder.iterdir()] == ["5.jsonl"]
+    (record,) = reader.read(tmp_path / "toolroll")
+    assert (record.step, record.input, record.output) == (5, "1 2", "3")
+
+
+async def test_a_record_that_cant_be_written_costs_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("toolroll.records")
+    recording = Recording(str(tmp_path), lambda ids: str(1 / 0))
+    await recording.write(trajectory(stream([1], [2])), step=1)
+    assert "could not be written" in caplog.text
+
+
+async def test_without_a_dump_of_verls_there_are_no_records() -> None:
+    await Recording(None, str).write(trajectory(stream([1], [2])), step=1)
 
 
 # Without verl

@@ -10,13 +10,16 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import doc_page
 from aiohttp import web
 from sandbox.proxy import Proxy
 from sandbox.serving import serving
@@ -26,6 +29,8 @@ import toolroll
 ROOT = Path(__file__).parent.parent.parent
 SIDE = Path(__file__).parent / "verl_side"
 EXAMPLE = ROOT / "examples" / "verl_gsm8k"
+PAGE = ROOT / "docs" / "verl.md"
+SCRIPT = ROOT / "tests" / "special_e2e" / "run_gsm8k_fsdp_sgl_multiturn_sf_tool.sh"
 VERSIONS = ("0.9", "0.8")
 WITHIN = 900
 """Seconds; 90 on two idle cores."""
@@ -43,33 +48,53 @@ def pythons() -> dict[str, str]:
     return dict(line.split("=", 1) for line in made.split())
 
 
-def run(version: str, folder: Path, *args: str | Path, **environment: str) -> str:
-    """Run a Python program beside verl, to its end. What it printed."""
-    (folder / "path").mkdir(exist_ok=True)
+def environment(folder: Path) -> dict[str, str]:
+    """In which programs beside verl find the toolroll that is under test."""
     link = folder / "path" / "toolroll"
     if not link.exists():
+        link.parent.mkdir()
         link.symlink_to(Path(toolroll.__file__).parent)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTEST", "PYTHON"))}
-    ours = {
-        "PYTHONPATH": f"{folder / 'path'}{os.pathsep}{SIDE}",
+    return {
+        **kept,
+        "PYTHONPATH": f"{link.parent}{os.pathsep}{SIDE}",
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+
+
+def run(command: Sequence[str | Path], folder: Path, **more: str) -> str:
+    """Run a program beside verl, to its end. What it printed."""
     done = subprocess.run(
-        [pythons()[version], *args],
-        env={**kept, **ours, **environment},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN,
+        command, env={**environment(folder), **more}, cwd=folder, capture_output=True, text=True, timeout=WITHIN
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
 
-def model_for(version: str, model_dir: Path, folder: Path) -> Path:
+def overrides_on(page: Path) -> list[str]:
+    """Every line of a page's shell blocks that sets a key of verl's."""
+    blocks = [body for kind, _, body in doc_page.BLOCK.findall(page.read_text()) if kind == "sh"]
+    return [line for block in blocks for line in block.splitlines() if re.match(r"\+?[A-Za-z_.]+=", line)]
+
+
+def overrides_in(script: Path, version: str, folder: Path) -> list[str]:
+    """What a script sets of verl's. It is run as it stands, with a Python that writes down what verl is begun with."""
+    python, told = folder / "noting-python", folder / "begun-with"
+    noting = f'if [ "$1" = -m ]; then printf "%s\\0" "$@" >{shlex.quote(str(told))}; exit; fi'
+    python.write_text(f'#!/bin/sh\n{noting}\nexec {shlex.quote(pythons()[version])} "$@"\n')
+    python.chmod(0o755)
+    settled = {"PYTHON": str(python), "WORK": str(folder / "e2e"), "SANDBOX_FUSION_URL": "http://127.0.0.1:1"}
+    run([script], folder, **settled)
+    _, trainer, *overrides = told.read_text().split("\0")[:-1]
+    assert trainer == {"0.9": "verl.trainer.main_ppo", "0.8": "verl.trainer.main_ppo_sync"}[version]
+    return overrides
+
+
+def model_for(model_dir: Path, folder: Path) -> Path:
     """The model, with its tokenizer named as transformers 4 knows it too."""
     model = folder / "model"
     model.mkdir()
@@ -119,15 +144,17 @@ def counted(sandbox: str) -> Iterator[CountedRuns]:
 
 def play(version: str, folder: Path, model_dir: Path, sglang: str | None) -> dict[str, Any]:
     """All scenes, with a sandbox that dies for each kind of trainer."""
-    run(version, folder, EXAMPLE / "prepare.py", questions(), folder / "rows.parquet", "--most", "64")
+    python = pythons()[version]
+    run([python, EXAMPLE / "prepare.py", questions(), folder / "rows.parquet", "--most", "64"], folder)
     spec = {
         "folder": str(folder),
-        "model": str(model_for(version, model_dir, folder)),
+        "model": str(model_for(model_dir, folder)),
         "questions": str(questions()),
         "rows": str(folder / "rows.parquet"),
         "result": str(folder / "result.json"),
         "sglang": sglang,
-        "scenes": ["older", "newer"],
+        "page": overrides_on(PAGE),
+        "script": overrides_in(SCRIPT, version, folder),
     }
     # 0.9 imports `external_lib` in its trainer's process as well, 0.8 doesn't.
     more = {} if version == "0.9" else {"VERL_USE_EXTERNAL_MODULES": "toolroll.integrations.verl"}
@@ -135,6 +162,6 @@ def play(version: str, folder: Path, model_dir: Path, sglang: str | None) -> dic
     with serving(*sessions) as one, serving(*sessions) as other, counted(one.url) as proxy:
         spec |= {"sandbox": proxy.url, "sandbox_pid": one.process.pid}
         spec |= {"other_sandbox": other.url, "other_sandbox_pid": other.process.pid}
-        run(version, folder, SIDE / "play.py", json.dumps(spec), **more)
+        run([python, SIDE / "play.py", json.dumps(spec)], folder, **more)
     result = json.loads((folder / "result.json").read_text())
-    return {**result, "most_running": proxy.most_running, "programs": proxy.programs}
+    return {**result, "spec": spec, "most_running": proxy.most_running, "programs": proxy.programs}

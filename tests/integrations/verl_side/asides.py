@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from scene import Scene
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import initialize_tools_from_config, load_all_tools
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils import hf_tokenizer
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from toolroll import ConfigError, ToolInstance
@@ -30,7 +34,26 @@ NESTED = {
 
 
 def play(scene: Scene) -> dict[str, Any]:
-    return {"registry": registry(scene), "refused": refused(scene), "foreign": asyncio.run(foreign(scene))}
+    return {
+        "registry": registry(scene),
+        "refused": refused(scene),
+        "foreign": asyncio.run(foreign(scene)),
+        "page": composed(scene.spec["page"]),
+        "script": composed(scene.spec["script"], whole=True),
+    }
+
+
+def composed(overrides: list[str], *, whole: bool = False) -> dict[str, Any]:
+    """What verl's own config has for each of these keys. One that is `whole` verl looks over as well."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=overrides)
+    if whole:
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    keys = [one.lstrip("+").partition("=")[0] for one in overrides]
+    found = {key: OmegaConf.select(config, key, throw_on_missing=True) for key in keys}
+    return {key: OmegaConf.to_container(one) if OmegaConf.is_config(one) else one for key, one in found.items()}
 
 
 def registry(scene: Scene) -> dict[str, Any]:

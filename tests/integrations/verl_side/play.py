@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import asides
+from newer import Newer
 from older import Older, hf_tokenizer_of
 from scene import NEWEST, Scene
 from verl.utils.config import omega_conf_to_dataclass
@@ -19,19 +20,12 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     hf_tokenizer_of(spec["model"])
     scene = Scene(spec)
-    out = {}
-    if "older" in spec["scenes"]:
-        older = Older(scene)  # its workers start while this goes on
-        if NEWEST:
-            omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # as its trainers do: it imports external_lib
-        out["asides"] = asides.play(scene)
-        out["older"] = older.play()
-        older.end()
-    if "newer" in spec["scenes"]:
-        from newer import Newer
-
-        out["newer"] = Newer(scene).play()
-    out["seconds"] = time.monotonic() - began
+    older = Older(scene)  # its workers start while this goes on
+    if NEWEST:
+        omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # as its trainers do: it imports external_lib
+    out = {"asides": asides.play(scene), "older": older.play()}
+    older.end()
+    out |= {"newer": Newer(scene).play(), "seconds": time.monotonic() - began}
     Path(spec["result"]).write_text(json.dumps(out))
 
 

@@ -126,11 +126,12 @@ class Server:
     async def _sample(
         self, prompt_ids: list[int], params: dict[str, Any], request_id: str
     ) -> tuple[list[int], list[float], str]:
-        wanted = {key: params[key] for key in ("max_new_tokens", "stop_token_ids", "temperature", "top_p")}
-        wanted |= {
+        wanted = {
+            "stop_token_ids": params["stop_token_ids"],
+            "max_new_tokens": min(64, params["max_new_tokens"]),
+            "temperature": 0.0,  # so small a model does best then
             "skip_special_tokens": False,
             "no_stop_trim": True,
-            "max_new_tokens": min(80, wanted["max_new_tokens"]),
         }
         body = {"rid": request_id, "input_ids": prompt_ids, "sampling_params": wanted, "return_logprob": True}
         async with (

@@ -34,6 +34,7 @@ from toolroll.integrations.verl.sample import (
 from toolroll.integrations.verl.server_engine import ServerEngine
 from toolroll.integrations.verl.settings import AgentSettings, limits_of
 from toolroll.integrations.verl.toolbox import chosen, tools_of
+from toolroll.rollout.collector import rare_full_collections
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.loop import RolloutLoop
 from toolroll.rollout.pause import Pause
@@ -109,7 +110,8 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
         tools = chosen(self.shared.tools, row.get("extra_info"))
         schemas = [tool.tool_schema.model_dump() for tool in tools]
         writer = TokenWriter(engine, self.shared.rendering, schemas, pause)
-        return await RolloutLoop(writer, tools, pause, self.shared.rewards).run(request)
+        with rare_full_collections():
+            return await RolloutLoop(writer, tools, pause, self.shared.rewards).run(request)
 
     def _request(self, sampling_params: Mapping[str, Any], row: Mapping[str, Any]) -> AsyncRolloutRequest:
         return AsyncRolloutRequest(
