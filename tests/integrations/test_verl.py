@@ -5,6 +5,7 @@ own client and load balancer: scripted, and with the newest verl a real SGLang a
 """
 
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +227,19 @@ def test_newer_trainers_never_see_a_damaged_sample(seen: dict[str, Any]) -> None
     assert scene["padded"] == 32, "verl fills its batch up, with rows of its own"
     check_advantages(scene, groups)
     assert lives(scene)["created"] == lives(scene)["released"] == 128
+
+
+# What is left on disk
+
+
+def test_records_have_every_sample_of_ours(seen: dict[str, Any]) -> None:
+    reader = pytest.importorskip("toolroll.records.reader")
+    records = list(reader.read(Path(seen["spec"]["folder"]) / "dumps" / "toolroll"))
+    rows = [row for name, scene in seen["older"].items() if name != "by_verls_loop" for row in scene["rows"]]
+    assert {row["toolroll"]["request_id"] for row in rows} <= {record.request_id for record in records}
+    assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32}
+    assert sum(record.outcome == "infra" for record in records) == 32 + 16
+    assert all(record.gts is not None for record in records)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,8 @@ def refused(scene: Scene) -> dict[str, str]:
     said = {}
     for name, (overrides, settings) in cases.items():
         try:
-            config = scene.config(scene.spec["sandbox"], *overrides)
+            no_tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=null"
+            config = scene.config(scene.spec["sandbox"], no_tools, *overrides)
             loop = ToolrollAgentLoop(
                 trainer_config=DictConfigWrap(config),
                 server_manager=None,

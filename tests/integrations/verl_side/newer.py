@@ -64,7 +64,7 @@ class Newer:
     def play(self) -> dict[str, Any]:
         out = {}
         out["whole"] = self.run(1, "toolroll")
-        self.scene.become("dying", before=2, when=14, pid=self.scene.spec["other_sandbox_pid"])
+        self.scene.become("dying", before=2, when=16, pid=self.scene.spec["other_sandbox_pid"])
         out["dying"] = self.run(2, "toolroll_hurried")
         return out
 

@@ -1,6 +1,7 @@
 """A cluster with verl's own workers on it, as a trainer sets them up: config, data set, servers, managers."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from verl.workers.rollout import llm_server
 NEWEST = verl.__version__.startswith("0.9")
 PROMPT, RESPONSE = 1024, 1024
 
-AGENTS = [
-    {"name": "toolroll", "limits": {"max_tool_response_tokens": 128}},
+AGENTS: list[dict[str, Any]] = [
     {"name": "toolroll_hurried", "limits": {"call_timeout": 5}},
     {
         "name": "toolroll_scored",
         "rewards": {"steps": 1.0, "tools": {"calc_gsm8k_reward": 0.5}, "function": 1.0},
     },
 ]
+"""Beside the one that `external_lib` brings."""
 
 
 class Scene:
@@ -71,6 +72,7 @@ class Scene:
             "data.return_raw_chat=True",
             f"data.max_prompt_length={PROMPT}",
             "data.filter_overlong_prompts=False",
+            *([f"trainer.rollout_data_dir={self.folder / 'dumps'}"] if find_spec("toolroll.records") else []),
             *more,
         ]
         with initialize_config_module("verl.trainer.config", version_base=None):
