@@ -212,11 +212,26 @@ def test_newer_trainers_get_whole_groups(seen: dict[str, Any]) -> None:
     assert {name: len(group) for name, group in groups.items()} == {f"u{n}": 4 for n in range(7)}, (
         "no answer to the eighth question could be scored"
     )
-    for sample in scene["samples"]:
-        assert len(sample["response"]) == len(sample["mask"]) == len(sample["logprobs"])
-        assert any(sample["mask"])
+    assert check_exact(scene["samples"], scene["server"]) == 28 * 4 + 4
     check_advantages(scene, groups)
     assert lives(scene)["created"] == lives(scene)["released"] == 64
+
+
+def test_turns_that_were_written_anew_are_rows_of_their_own_there(seen: dict[str, Any]) -> None:
+    scene = seen["newer"]["anew"]
+    sessions = Counter(sample["key"].rpartition("_")[0] for sample in scene["samples"])
+    assert Counter(sessions.values()) == {4: 24, 5: 4}, "one for each turn of the model's"
+    assert {sample["toolroll"]["fidelity"] for sample in scene["samples"]} == {"rerendered"}
+    assert check_exact(scene["samples"], scene["server"]) == 28 * 4 + 4, "each is learned from once"
+    whole = {key.replace("in1", "in2").rpartition("_")[0]: made for key, made in whole_advantages(seen).items()}
+    for sample in scene["samples"]:
+        assert abs(scene["advantages"][sample["key"]]) == pytest.approx(abs(whole[sample["key"].rpartition("_")[0]]))
+
+
+def whole_advantages(seen: dict[str, Any]) -> dict[str, float]:
+    """Of the same prompts, each sample as one row."""
+    scene = seen["newer"]["whole"]
+    return {sample["key"]: scene["advantages"][sample["key"]] for sample in scene["samples"]}
 
 
 def test_newer_trainers_never_see_a_damaged_sample(seen: dict[str, Any]) -> None:
@@ -225,8 +240,9 @@ def test_newer_trainers_never_see_a_damaged_sample(seen: dict[str, Any]) -> None
     assert {name: len(group) for name, group in groups.items()} == {f"u{n}": 2 for n in range(7)}
     assert outcomes(scene["samples"]) == {"stop": 14}
     assert scene["padded"] == 32, "verl fills its batch up, with rows of its own"
+    check_exact(scene["samples"], scene["server"])
     check_advantages(scene, groups)
-    assert lives(scene)["created"] == lives(scene)["released"] == 128
+    assert lives(scene)["created"] == lives(scene)["released"] == 3 * 64
 
 
 # What is left on disk
@@ -237,7 +253,7 @@ def test_records_have_every_sample_of_ours(seen: dict[str, Any]) -> None:
     records = list(reader.read(Path(seen["spec"]["folder"]) / "dumps" / "toolroll"))
     rows = [row for name, scene in seen["older"].items() if name != "by_verls_loop" for row in scene["rows"]]
     assert {row["toolroll"]["request_id"] for row in rows} <= {record.request_id for record in records}
-    assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32}
+    assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32, 3: 32}
     assert sum(record.outcome == "infra" for record in records) == 32 + 16
     assert all(record.gts is not None for record in records)
 

@@ -11,7 +11,6 @@ from scene import Scene
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import initialize_tools_from_config, load_all_tools
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils import hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -82,7 +81,7 @@ def refused(scene: Scene) -> dict[str, str]:
             loop = ToolrollAgentLoop(
                 trainer_config=DictConfigWrap(config),
                 server_manager=None,
-                tokenizer=hf_tokenizer(scene.spec["model"]),
+                tokenizer=scene.tokenizer,
                 processor=None,
                 dataset_cls=RLHFDataset,
                 data_config=DictConfigWrap(config.data),

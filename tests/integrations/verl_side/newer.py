@@ -16,8 +16,9 @@ from scene import NEWEST, Scene
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.utils import hf_tokenizer
 from verl.utils import tensordict_utils as tu
+
+from toolroll.rollout.rendering import Continuation, Rendering
 
 if NEWEST:
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -62,10 +63,14 @@ class Newer:
         )
 
     def play(self) -> dict[str, Any]:
-        out = {}
-        out["whole"] = self.run(1, "toolroll")
+        out = {"whole": self.run(1, "toolroll")}
+        (worker,) = self.manager.agent_loop_workers
+        self.scene.become("scripted")
+        ray.get(worker.__ray_call__.remote(write_anew))
+        out["anew"] = self.run(2, "toolroll")
+        ray.get(worker.__ray_call__.remote(write_on))
         self.scene.become("dying", before=2, when=16, pid=self.scene.spec["other_sandbox_pid"])
-        out["dying"] = self.run(2, "toolroll_hurried")
+        out["dying"] = self.run(3, "toolroll_hurried")
         return out
 
     def run(self, step: int, agent: str) -> dict[str, Any]:
@@ -83,11 +88,11 @@ class Newer:
         took = time.monotonic() - began
         tools = ray.get([worker.__ray_call__.remote(counting_tools.told) for worker in self.manager.agent_loop_workers])
         samples = self._samples(sampled)
-        eos = hf_tokenizer(self.scene.spec["model"]).eos_token_id
-        padded = upsample_batch_to_divisible_size(sampled, 8 * N, eos)
+        padded = upsample_batch_to_divisible_size(sampled, 8 * N, self.scene.tokenizer.eos_token_id)
         made = self._advantages(padded)
         tq.kv_clear(keys=padded.keys, partition_id="train")
-        return {"samples": samples, "tools": tools, "advantages": made, "padded": len(padded), "took": took}
+        seen = {"samples": samples, "tools": tools, "advantages": made, "padded": len(padded), "took": took}
+        return {**seen, "server": self.scene.told()}
 
     def _sample(self, step: int, prompts: int) -> Any:
         if NEWEST:
@@ -137,6 +142,23 @@ class Newer:
             key: float(row.sum() / max(1, int(mask.sum())))
             for key, row, mask in zip(sampled.keys, made.batch["advantages"], made.batch["response_mask"], strict=True)
         }
+
+
+_go_on = Rendering.go_on
+
+
+def write_anew(worker: Any) -> None:
+    """As with a template that writes earlier turns anew: each turn is then a sequence of its own."""
+
+    def go_on(rendering: Any, prompt_ids: Any, sampled_ids: Any, new: Any, **more: Any) -> Continuation:
+        on = _go_on(rendering, prompt_ids, sampled_ids, new, **more)
+        return Continuation([*prompt_ids, *sampled_ids, *on.ids], rerendered=True)
+
+    Rendering.go_on = go_on  # type: ignore[method-assign]
+
+
+def write_on(worker: Any) -> None:
+    Rendering.go_on = _go_on  # type: ignore[method-assign]
 
 
 def _buffer() -> Any:

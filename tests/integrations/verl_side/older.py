@@ -9,13 +9,13 @@ from typing import Any
 import counting_tools
 import numpy as np
 import ray
+import torch
 from losses import compare
 from scene import Scene, code_rewards
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import load_reward_manager
-from verl.utils import hf_tokenizer
 
 SUMS = ["59 - 7", "23 + 19", "64 - 8", "9 * 6"]
 SHOWN = [("12 + 30", 42), ("81 - 19", 62), ("7 * 8", 56), ("45 + 28", 73)]
@@ -79,8 +79,9 @@ class Older:
         config = self.scene.config(sandbox, *code_rewards(sandbox))
 
         async def score() -> list[dict[str, Any]]:
-            manager = load_reward_manager(config, hf_tokenizer_of())
-            return await asyncio.gather(*(manager.run_single(program(number)) for number in range(48)))
+            tokenizer = self.scene.tokenizer
+            manager = load_reward_manager(config, tokenizer)
+            return await asyncio.gather(*(manager.run_single(program(number, tokenizer)) for number in range(48)))
 
         with concurrent.futures.ThreadPoolExecutor() as threads:
             scores = threads.submit(lambda: asyncio.run(score()))
@@ -95,11 +96,8 @@ class Older:
         return rows
 
 
-def program(number: int) -> DataProto:
+def program(number: int, tokenizer: Any) -> DataProto:
     """An answer that is a program, right for even numbers, as a reward manager gets it."""
-    import torch
-
-    tokenizer = hf_tokenizer_of()
     ids = torch.tensor([tokenizer.encode(f"```python\nprint({number} + {number % 2})\n```")])
     cases = {"inputs": [""], "outputs": [str(number)]}
     fields = {"data_source": "sums", "reward_model": {"ground_truth": cases}, "extra_info": {}}
@@ -108,15 +106,6 @@ def program(number: int) -> DataProto:
         arrays[key] = np.empty(1, dtype=object)
         arrays[key][0] = value
     return DataProto.from_dict({"responses": ids, "attention_mask": torch.ones_like(ids)}, arrays)
-
-
-_tokenizers: list[Any] = []
-
-
-def hf_tokenizer_of(model: str | None = None) -> Any:
-    if model is not None:
-        _tokenizers[:] = [hf_tokenizer(model)]
-    return _tokenizers[0]
 
 
 def conversation(expression: str) -> list[dict[str, Any]]:

@@ -10,23 +10,21 @@ from pathlib import Path
 
 import asides
 from newer import Newer
-from older import Older, hf_tokenizer_of
+from older import Older
 from scene import NEWEST, Scene
 from verl.utils.config import omega_conf_to_dataclass
 
 
 def main() -> None:
     began = time.monotonic()
-    spec = json.loads(sys.argv[1])
-    hf_tokenizer_of(spec["model"])
-    scene = Scene(spec)
+    scene = Scene(json.loads(sys.argv[1]))
     older = Older(scene)  # its workers start while this goes on
     if NEWEST:
         omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # as its trainers do: it imports external_lib
     out = {"asides": asides.play(scene), "older": older.play()}
     older.end()
     out |= {"newer": Newer(scene).play(), "seconds": time.monotonic() - began}
-    Path(spec["result"]).write_text(json.dumps(out))
+    Path(scene.spec["result"]).write_text(json.dumps(out))
 
 
 if __name__ == "__main__":

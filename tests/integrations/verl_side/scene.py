@@ -1,5 +1,6 @@
 """A cluster with verl's own workers on it, as a trainer sets them up: config, data set, servers, managers."""
 
+import copy
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,10 @@ class Scene:
         ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
         server = ray.remote(Server).options(max_concurrency=1000)
         self.server = server.remote(spec["model"], self.truths)
+        balancer = llm_server.GlobalRequestLoadBalancer
+        self.balancer = (ray.remote(balancer) if NEWEST else balancer).remote({"one": self.server})
+        self.tokenizer = hf_tokenizer(spec["model"])
+        self.data: RLHFDataset | None = None
 
     def config(self, sandbox: str, *more: str) -> DictConfig:
         """verl's own config, as its trainer would have it."""
@@ -80,15 +85,13 @@ class Scene:
 
     def client(self, config: DictConfig) -> Any:
         """verl's own client, with our server behind its load balancer."""
-        balancer = llm_server.GlobalRequestLoadBalancer
-        if NEWEST:
-            balancer = ray.remote(balancer)
-        return llm_server.LLMServerClient(config, balancer.remote({"one": self.server}))
+        return llm_server.LLMServerClient(config, self.balancer)
 
     def batch(self, config: DictConfig, places: list[int], agent: str) -> dict[str, Any]:
         """A batch out of verl's own data set, as its data loader gives it."""
-        data = RLHFDataset(config.data.train_files, hf_tokenizer(self.spec["model"]), config.data, None)
-        batch = collate_fn([data[place] for place in places])
+        if self.data is None:
+            self.data = RLHFDataset(config.data.train_files, self.tokenizer, config.data, None)
+        batch = collate_fn([copy.deepcopy(self.data[place]) for place in places])
         batch["uid"] = np.array([f"u{place}" for place in places], dtype=object)
         batch["agent_name"] = np.array([agent] * len(places), dtype=object)
         return batch
