@@ -51,7 +51,8 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
     where = dict(line.split("=", 1) for line in made.split())
     port = free_port()
     flags = {**FLAGS, "model-path": where["model"], "host": "127.0.0.1", "port": str(port), "dtype": dtype}
-    command = [where["python"], "-m", "sglang.launch_server", "--disable-overlap-schedule"]
+    # Without the last, it takes a whole core while nobody asks it for anything.
+    command = [where["python"], "-m", "sglang.launch_server", "--disable-overlap-schedule", "--sleep-on-idle"]
     with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log") as log:
         process = subprocess.Popen(
             [*command, *(f"--{flag}={value}" for flag, value in flags.items())],
