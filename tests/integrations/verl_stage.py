@@ -63,7 +63,6 @@ def environment(folder: Path) -> dict[str, str]:
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "180",  # on a busy machine, Ray's own half a minute may not do
     }
 
 

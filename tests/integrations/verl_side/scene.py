@@ -40,7 +40,7 @@ class Scene:
         lines = [json.loads(line) for line in Path(spec["questions"]).read_text().splitlines()][:64]
         self.truths = {line["question"]: line["answer"].rpartition("#### ")[2].replace(",", "") for line in lines}
         assert len(self.truths) == 64, "the questions differ"
-        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+        start_ray()
         server = ray.remote(Server).options(max_concurrency=1000)
         self.server = server.remote(spec["model"], self.truths)
         balancer = llm_server.GlobalRequestLoadBalancer
@@ -106,6 +106,18 @@ class Scene:
 
     def told(self) -> dict[str, Any]:
         return ray.get(self.server.told.remote())
+
+
+def start_ray() -> None:
+    """A Ray of its own. It gives itself half a minute to start, which on a busy machine may not do."""
+    for last in (False, False, True):
+        try:
+            ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+            return
+        except Exception:
+            if last:
+                raise
+            ray.shutdown()
 
 
 def tool_entries(sandbox: str) -> list[dict[str, Any]]:
