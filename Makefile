@@ -14,6 +14,7 @@ check:
 	$(BIN)ruff format --check .
 	$(BIN)mypy
 
+# With `pytest --numprocesses 2` it takes little more than half the time, if the machine has nothing else to do.
 test:
 	$(BIN)pytest
 
@@ -23,9 +24,11 @@ bench:
 	$(BIN)python benchmarks/sandbox.py --quick --json
 	$(BIN)python benchmarks/rewards.py --quick --json
 	$(BIN)python benchmarks/rollout.py --quick --json
+	$(BIN)python benchmarks/records.py --quick --json
 
 build:
 	$(BIN)python -m build
 
 figures:
 	$(BIN)python docs/make_figures.py
+	$(BIN)python docs/make_viewer_pictures.py

@@ -51,15 +51,16 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
     where = dict(line.split("=", 1) for line in made.split())
     port = free_port()
     flags = {**FLAGS, "model-path": where["model"], "host": "127.0.0.1", "port": str(port), "dtype": dtype}
-    # Without the last, it takes a whole core while nobody asks it for anything.
-    command = [where["python"], "-m", "sglang.launch_server", "--disable-overlap-schedule", "--sleep-on-idle"]
+    # It ends with the process that started it, however that ends.
+    command = ["setpriv", "--pdeathsig", "TERM", where["python"], "-m", "sglang.launch_server"]
+    command += ["--disable-overlap-schedule", "--sleep-on-idle"]  # else it takes a core while nobody asks for anything
     with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log") as log:
         process = subprocess.Popen(
             [*command, *(f"--{flag}={value}" for flag, value in flags.items())],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "2"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         engine = RealEngine(f"http://127.0.0.1:{port}", Path(where["model"]), process, Path(log.name), 0.0)

@@ -1,9 +1,10 @@
 """What every test shares: which toolroll is under test, and how hard hypothesis looks."""
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,26 @@ settings.load_profile("default")
 
 def pytest_report_header() -> str:
     return f"toolroll {toolroll.__version__} from {Path(toolroll.__file__).parent}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests go to one process, where several run them: those of a file; all that share what is dear to make."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatTheyShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return _dear(ROOT / file) or file
+
+    return ByWhatTheyShare(config, log)
+
+
+@functools.cache
+def _dear(file: Path) -> str | None:
+    """What the tests of a file share with those of others."""
+    text = file.read_text()
+    return next((name for name in ("sglang", "cluster") if f"{name}: " in text or f'"{name}"' in text), None)
 
 
 @pytest.fixture

@@ -6,7 +6,14 @@ import doc_page
 import pytest
 from real_engine import RealEngine
 
-PAGES = ["docs/tools.md", "docs/limiter.md", "docs/sandbox.md", "docs/code-interpreter.md", "docs/rewards.md"]
+PAGES = [
+    "docs/tools.md",
+    "docs/limiter.md",
+    "docs/sandbox.md",
+    "docs/code-interpreter.md",
+    "docs/rewards.md",
+    "docs/records.md",
+]
 
 
 @pytest.fixture(autouse=True)

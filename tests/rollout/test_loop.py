@@ -1,10 +1,7 @@
 """The loop, driven through every path by a scripted engine: the words are known, the tokens and the tools are real."""
 
 import asyncio
-import json
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,118 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout import small_tokenizer
-from toolroll import BaseTool, InfraFault, PolicyFault, SandboxFusionTool, ToolResponse, ToolResult, tool
-from toolroll.rollout.engines.engine import Generation
+from rollout.scripted_model import QUESTION, Counting, Model, call, check
+from toolroll import InfraFault, SandboxFusionTool, tool
+from toolroll.rollout.engines.engine import Finish, Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.limits import Limits
-from toolroll.rollout.rendering import Rendering, load_rendering
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import Fidelity, FinishReason, Trajectory
-
-QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-class Counting(BaseTool[list[str]]):
-    """A tool that knows how often it was created and released."""
-
-    default_schema = {  # noqa: RUF012
-        "type": "function",
-        "function": {
-            "name": "count",
-            "description": "Count.",
-            "parameters": {"type": "object", "properties": {"to": {"type": "integer"}}, "required": ["to"]},
-        },
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        self.seen["created"] += 1
-        return await super().create(instance_id, **kwargs)
-
-    def new_state(self, **create_kwargs: Any) -> list[str]:
-        return [repr(create_kwargs)]
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
-        self.state(instance_id)
-        to = parameters["to"]
-        if to < 0:
-            raise PolicyFault("Count up, not down.")
-        if to == 13:
-            raise InfraFault("the abacus is broken")
-        if to == 14:
-            await asyncio.sleep(60)
-        words = " ".join(str(number) for number in range(1, to + 1))
-        return ToolResult(ToolResponse(text=words), 0.5, {"stop": to == 99, "kwargs": sorted(kwargs)})
-
-    async def calc_reward(self, instance_id: str, bonus: float = 0.0, **kwargs: Any) -> float:
-        self.seen["rewarded"] += 1
-        return 2.0 + bonus
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        self.seen["released"] += 1
-        await super().release(instance_id)
-
-
-class Model:
-    """A model that says what it is told to, turn by turn."""
-
-    def __init__(self, tokenizer: Any, rendering: Rendering) -> None:
-        self.tokenizer, self.rendering = tokenizer, rendering
-
-    def ids(self, text: str, *, stop: bool = True) -> list[int]:
-        encoded: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return encoded + [self.rendering.stop_ids[0]] * stop
-
-    def engine(self, turns: Sequence[str | list[int]], **more: Any) -> ScriptedEngine:
-        return ScriptedEngine([turn if isinstance(turn, list) else self.ids(turn) for turn in turns], **more)
-
-    async def run(
-        self, turns: Sequence[str | list[int]], tools: Sequence[BaseTool[Any]] = (), **more: Any
-    ) -> Trajectory:
-        engine = more.pop("engine", None) or self.engine(turns)
-        prompt = more.pop("prompt", {"prompt": QUESTION})
-        rollout = Rollout(engine=engine, tools=tools, rendering=self.rendering, **more)
-        (trajectory,) = [one async for one in rollout.run([prompt])]
-        check(trajectory)
-        return trajectory
-
-
-def check(trajectory: Trajectory) -> None:
-    """What holds for every trajectory."""
-    for stream in (*trajectory.earlier, trajectory.tokens):
-        assert len(stream.ids) == len(stream.mask) == len(stream.logprobs)
-        for span in stream.spans:
-            assert set(stream.mask[span.start : span.end]) == {int(span.author is Author.MODEL)}
-    if not trajectory.earlier:
-        assert sum(trajectory.tokens.mask) == sum(turn.tokens for turn in trajectory.turns)
-    assert (trajectory.outcome == "infra") >= (trajectory.finish_reason is FinishReason.INFRA)
-    assert (trajectory.rewards.total is None) == (trajectory.outcome == "infra")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return small_tokenizer.make(small_tokenizer.CHATML, small_tokenizer.MARKERS)
-
-
-@pytest.fixture(scope="module")
-def rendering(tokenizer: Any) -> Rendering:
-    return load_rendering(tokenizer, "chatml")
-
-
-@pytest.fixture
-def model(tokenizer: Any, rendering: Rendering) -> Model:
-    return Model(tokenizer, rendering)
-
 
 # The original's test plan
 
@@ -442,7 +336,8 @@ async def test_a_pause_costs_no_deadline(model: Model) -> None:
     assert {one.finish_reason for one in await gathering} == {FinishReason.STOP}
 
 
-async def test_an_abort_that_nobody_here_asked_for_is_an_end(model: Model) -> None:
+async def test_after_an_abort_that_nobody_here_asked_for_it_goes_on(model: Model) -> None:
+    """Trainers abort all that an engine does, before they change its weights."""
     engine = ScriptedEngine([model.ids("word " * 100)], seconds_per_token=0.01)
     rollout = Rollout(engine=engine, rendering=model.rendering)
     gathering = asyncio.create_task(_collect(rollout, 1))
@@ -450,8 +345,21 @@ async def test_an_abort_that_nobody_here_asked_for_is_an_end(model: Model) -> No
     for request_id in list(engine.running):
         await engine.abort(request_id)
     (trajectory,) = await gathering
-    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.ABORTED, "ok")
-    assert trajectory.tokens.response_length > 0
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.STOP, "ok")
+    assert trajectory.tokens.response_ids == model.ids("word " * 100)
+
+
+async def test_who_aborts_without_end_is_heeded_and_it_is_kept_out_of_the_loss(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolroll.rollout.token_writer.INTERRUPTED", 0.0)
+
+    class Aborting(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+            return Generation(ids=[5], logprobs=[-1.0], finish=Finish.ABORT)
+
+    trajectory = await model.run([], engine=Aborting([]))
+    assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.ABORTED, "infra")
 
 
 async def test_who_leaves_early_leaves_nothing_behind(model: Model) -> None:

@@ -6,6 +6,7 @@ The model is a small one, and is led: by four examples of calls in its prompt. N
 import asyncio
 import json
 import statistics
+import time
 from typing import Any
 
 import aiohttp
@@ -131,26 +132,37 @@ async def new_weights(sglang: RealEngine, version: str) -> None:
 
 
 async def test_abort_and_resume_on_a_real_engine(sglang: RealEngine, rendering: Rendering) -> None:
-    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 48}
+    params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 96}
     prompt = [Message(role="user", content="Count.").model_dump(exclude_none=True)]
 
     async def collect(rollout: Rollout) -> list[Trajectory]:
         return [one async for one in rollout.run([prompt], n=4)]
 
     async with Rollout(engine=SGLangEngine(sglang.url), rendering=rendering, sampling_params=params) as rollout:
+        began = time.monotonic()
+        await rollout.sample({"prompt": prompt, "sampling_params": {"max_new_tokens": 8}})
         gathering = asyncio.create_task(collect(rollout))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(max(1.0, 2 * (time.monotonic() - began)))  # long enough for some tokens, on any machine
         await rollout.abort()
         await new_weights(sglang, "step-9")
         rollout.resume()
         interrupted = await gathering
     for one in interrupted:
-        assert one.tokens.response_length == 48
+        assert one.tokens.response_length == 96
         assert len(one.turns) >= 2, "it was interrupted, and went on"
         assert one.turns[0].finish == "abort"
-        assert sum(turn.tokens for turn in one.turns) == 48
+        assert sum(turn.tokens for turn in one.turns) == 96
         versions = [span.weight_version for span in one.tokens.spans if span.author is Author.MODEL]
         assert versions[0] != versions[-1] == "step-9", "which weights wrote which part is known"
+
+
+async def test_the_end_of_the_engines_context_is_a_length(sglang: RealEngine, rendering: Rendering) -> None:
+    long = [{"role": "user", "content": "word " * 4020}]
+    params = {"temperature": 0.0, "ignore_eos": True}
+    async with Rollout(engine=SGLangEngine(sglang.url), rendering=rendering, sampling_params=params) as rollout:
+        (one,) = [one async for one in rollout.run([long])]
+    assert (one.finish_reason, one.outcome) == (FinishReason.LENGTH, "ok"), one.error
+    assert one.turns[0].tokens > 0
 
 
 def in_words(expression: str) -> list[dict[str, Any]]:

@@ -37,11 +37,9 @@ async def test_functions_may_be_async_and_may_fail() -> None:
     async def later(_: object) -> float:
         return 2.0
 
-    async def down(_: object) -> float:
-        raise InfraFault("the judge is down")
-
     trajectory: object = object()
-    given = await RewardRule(functions={"a": lambda _: 1.0, "b": later, "c": down}).score(trajectory)  # type: ignore[arg-type]
+    rule = RewardRule(functions={"a": lambda _: 1.0, "b": later, "c": lambda _: None})
+    given = await rule.score(trajectory, 1.0)  # type: ignore[arg-type]
     assert given == {"a": 1.0, "b": 2.0, "c": None}
     with pytest.raises(InfraFault, match="'a' failed: ZeroDivisionError"):
-        await RewardRule(functions={"a": lambda _: 1 / 0}).score(trajectory)  # type: ignore[arg-type]
+        await RewardRule(functions={"a": lambda _: 1 / 0}).score(trajectory, 1.0)  # type: ignore[arg-type]

@@ -361,7 +361,7 @@ async def test_a_server_that_is_killed_leaves_nothing_running() -> None:
         assert len(everything) > 5
         running.process.kill()
         await asyncio.gather(*slow, return_exceptions=True)
-        assert await asyncio.to_thread(wait_until, lambda: not any(one.is_running() for one in everything[1:]), 5)
+        assert await asyncio.to_thread(wait_until, lambda: not any(one.is_running() for one in everything[1:]), 20)
 
 
 async def test_without_the_service_there_is_an_infrastructure_error() -> None:

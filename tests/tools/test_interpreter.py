@@ -136,7 +136,7 @@ async def test_a_program_that_ends_its_interpreter_is_told(sandbox_url: str) -> 
 async def test_memory_is_the_sessions(sandbox_url: str) -> None:
     async with ToolInstance(stateful(sandbox_url, memory_limit_mb=100)) as instance:
         said = await say(instance, "x = bytearray(400_000_000)\nlen(x)")
-        assert "[The program was stopped: it reached its memory limit of 100 MB.]" in said
+        assert "[The program was stopped: it reached its memory limit of 100 MB." in said
 
 
 def restarted(server: Serving) -> "contextlib.AbstractContextManager[Serving]":

@@ -17,8 +17,10 @@ from rich.markup import escape
 from toolroll import __version__
 from toolroll.cli.doctor import doctor
 from toolroll.cli.limiter import app as limiter_app
+from toolroll.cli.records import app as records_app
 from toolroll.cli.sandbox import app as sandbox_app
 from toolroll.cli.tools import app as tools_app
+from toolroll.cli.view import view
 from toolroll.errors import ConfigError
 
 app = typer.Typer(
@@ -30,7 +32,9 @@ app = typer.Typer(
 app.add_typer(tools_app, name="tools")
 app.add_typer(limiter_app, name="limiter")
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(records_app, name="records")
 app.command()(doctor)
+app.command()(view)
 
 
 def _print_version(wanted: bool) -> None:

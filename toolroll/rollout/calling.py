@@ -5,7 +5,7 @@ Every call gets an answer: one that can't be read, one to a tool that there isn'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from toolroll.errors import did_you_mean
 from toolroll.rollout.limits import Limits
 
 if TYPE_CHECKING:
-    from toolroll.rollout.rendering import ParsedCall
+    from toolroll.rollout.rendering import Parsed, ParsedCall
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Planned:
     refusal: str | None = None
 
 
-def plan(calls: Sequence[ParsedCall], tools: Mapping[str, Any], limits: Limits, made: int) -> list[Planned]:
+def plan(parsed: Parsed, tools: Mapping[str, Any], limits: Limits, made: int) -> list[Planned]:
     """What to do with each call, in their order. `made` is how many the trajectory has made before."""
     planned, begun = [], 0
     left = None if limits.max_tool_calls is None else limits.max_tool_calls - made
-    for call in calls:
+    for call in parsed.calls:
         refusal = _refusal(call, tools)
         if refusal is None and left is not None and begun >= left:
             refusal = f"This call was not carried out: no more than {limits.max_tool_calls} are allowed in all."
@@ -39,6 +39,10 @@ def plan(calls: Sequence[ParsedCall], tools: Mapping[str, Any], limits: Limits, 
             )
         begun += refusal is None
         planned.append(Planned(call, refusal))
+    if parsed.left_out:
+        last = planned[-1]
+        more = f"The {parsed.left_out} calls after it were not carried out either."
+        planned[-1] = Planned(last.call, f"{last.refusal} {more}" if last.refusal else more)
     return planned
 
 

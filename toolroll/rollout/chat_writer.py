@@ -9,9 +9,10 @@ from typing import Any, Literal
 from toolroll.rollout.clock import Clock
 from toolroll.rollout.cut import cut
 from toolroll.rollout.engines.engine import ChatEngine
+from toolroll.rollout.parsed import Parsed, ParsedCall
 from toolroll.rollout.pause import Pause
-from toolroll.rollout.rendering import Parsed, ParsedCall
 from toolroll.rollout.request import AsyncRolloutRequest, State
+from toolroll.rollout.token_writer import SURPLUS
 from toolroll.rollout.trajectory import Fidelity, FinishReason, TurnRecord
 from toolroll.rollout.writer import GRACE, Written
 from toolroll.schemas import Message
@@ -30,7 +31,7 @@ class ChatWriter:
         self._tools = list(tools)
         self._pause = pause
 
-    def begin(self, request: AsyncRolloutRequest) -> None:
+    async def begin(self, request: AsyncRolloutRequest) -> None:
         """Make the prompt."""
         request.fidelity = Fidelity.TEXT
         request.go(State.GENERATING)
@@ -40,7 +41,9 @@ class ChatWriter:
         await self._pause.over()
         clock.begin_turn()
         number = f"{request.request_id}-{request.turn}"
-        params = {"max_new_tokens": request.limits.max_response_len, **request.sampling_params}
+        params = dict(request.sampling_params)
+        if not params.keys() & {"max_new_tokens", "max_tokens", "max_completion_tokens"}:
+            params["max_new_tokens"] = request.limits.max_response_len
         left = clock.left()
         with self._pause.generating(number):
             reply = await self._engine.chat(
@@ -57,12 +60,24 @@ class ChatWriter:
         request.turns.append(record)
         message = reply.message
         calls = tuple(
-            ParsedCall(name=call.function.name, arguments=call.function.arguments, raw="", problem=None, id=call.id)
-            for call in message.tool_calls or ()
+            ParsedCall(
+                name=call.function.name or None,
+                arguments=call.function.arguments,
+                raw="",
+                id=call.id or f"call_{request.turn}_{number}",
+            )
+            for number, call in enumerate(message.tool_calls or ())
         )
         content = message.content if isinstance(message.content, str) else ""
         parsed = Parsed(content=content, reasoning=message.reasoning_content, calls=calls)
-        return Written(message, parsed, reply.finish, in_time=clock.left() > 0)
+        parsed = parsed.within(request.limits.max_parallel_calls + SURPLUS)
+        kept = [
+            call.model_copy(update={"id": one.id})
+            for call, one in zip(message.tool_calls or (), parsed.calls, strict=False)
+        ]
+        return Written(
+            message.model_copy(update={"tool_calls": kept or None}), parsed, reply.finish, in_time=clock.left() > 0
+        )
 
     def go_on(self, request: AsyncRolloutRequest, new: Sequence[Message]) -> None:
         """Go on behind the tools' answers."""

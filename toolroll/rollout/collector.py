@@ -24,7 +24,7 @@ class _Rarely:
     """Told by the collector of each collection, it says when the next may be a full one."""
 
     def __init__(self) -> None:
-        self.before = gc.get_threshold()
+        self._before = gc.get_threshold()[2]
         self._due = time.monotonic()
         self._began = 0.0
 
@@ -37,7 +37,7 @@ class _Rarely:
         self.allow(now >= self._due)
 
     def allow(self, full: bool) -> None:
-        gc.set_threshold(*self.before[:2], self.before[2] if full else NEVER)
+        gc.set_threshold(*gc.get_threshold()[:2], self._before if full else NEVER)
 
 
 _lock = threading.Lock()

@@ -17,11 +17,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolroll.errors import Fault, InfraFault, PolicyFault, ToolContractError
 from toolroll.rollout.calling import Planned, plan
@@ -34,6 +35,7 @@ from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.token_writer import call_id
 from toolroll.rollout.trajectory import CallRecord, FinishReason, Rewards, Trajectory
 from toolroll.rollout.writer import Writer, Written
+from toolroll.sandbox.protocol import scrub_text
 from toolroll.schemas import Message
 from toolroll.tools.base_tool import BaseTool
 from toolroll.tools.instance import ToolInstance
@@ -43,6 +45,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+NOT_THE_MODELS = (FinishReason.INFRA, FinishReason.ABORTED)
+"""Ends that the model had no part in."""
+WARNINGS = 20
+"""Different failures that are logged as warnings."""
 CALL_GRACE = 1.0
 """Seconds beyond its deadline in which a tool may say itself what came of it."""
 
@@ -57,6 +65,7 @@ class RolloutLoop:
         self.rewards = rewards or RewardRule()
         self._writer = writer
         self._pause = pause
+        self._warned: set[str] = set()
         self._told_deadlines = {tool.name for tool in tools if _takes_deadline(tool)}
 
     async def run(self, request: AsyncRolloutRequest) -> Trajectory:
@@ -79,11 +88,13 @@ class RolloutLoop:
             request.error = f"{type(error).__name__}: {error}"
         trajectory = self._trajectory(request, rewards, time.monotonic() - began)
         if trajectory.outcome == "ok":
-            await self._score(trajectory)
+            await self._score(trajectory, request.limits.turn_timeout)
+        if trajectory.outcome == "infra":
+            self._warn_once(trajectory)
         return trajectory
 
     async def _drive(self, request: AsyncRolloutRequest, instances: Instances, clock: Clock) -> None:
-        self._writer.begin(request)
+        await self._writer.begin(request)
         parsed: Parsed | None = None
         while request.state is not State.FINISHED:
             if request.state is State.TOOL_CALLING:
@@ -115,16 +126,19 @@ class RolloutLoop:
         self, request: AsyncRolloutRequest, parsed: Parsed, instances: Instances, clock: Clock
     ) -> None:
         """Carry the calls out, tell the model what came of each, and go on."""
-        planned = plan(parsed.calls, self.tools, request.limits, request.calls_made)
+        planned = plan(parsed, self.tools, request.limits, request.calls_made)
         request.calls_made += sum(one.refusal is None for one in planned)
         calls = [self._answer(request, one, instances, clock) for one in planned]
-        records = await _all(calls, clock.left())
-        request.calls += [record for record in records if record is not None]
-        broken = next((one for one in records if one is not None and one.fault is Fault.INFRA), None)
+        began, most = time.monotonic(), request.limits.call_timeout + 2 * CALL_GRACE
+        answered = await _all(calls, min(clock.left(), most))
+        took = time.monotonic() - began
+        records = [record or _cut_off(request, one, took) for one, record in zip(planned, answered, strict=True)]
+        request.calls += records
+        broken = next((record for record in records if record.fault is Fault.INFRA), None)
         if broken is not None:
             request.finish(FinishReason.INFRA, broken.error)
             return
-        if None in records:
+        if None in answered and clock.left() <= 0:
             request.finish(FinishReason.DEADLINE)
             return
         answers = request.calls[-len(planned) :]
@@ -153,7 +167,7 @@ class RolloutLoop:
             kwargs["deadline"] = time.monotonic() + seconds
         began = time.monotonic()
         try:
-            async with asyncio.timeout(seconds + CALL_GRACE):
+            async with asyncio.timeout(seconds + CALL_GRACE) as limit:
                 result = await instances[call.name].execute(call.arguments, **kwargs)
             if result.response.image or result.response.video:
                 raise ToolContractError(
@@ -162,15 +176,14 @@ class RolloutLoop:
         except InfraFault as error:
             took = time.monotonic() - began
             return record(answer="", fault=Fault.INFRA, error=str(error), seconds=took, metrics=error.metrics)
-        except TimeoutError:
-            said = f"The call took longer than {seconds:g} s and was given up."
-            return record(answer=said, fault=Fault.POLICY, error=said, seconds=time.monotonic() - began)
         except Exception as error:
             said = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
-            answer = self._writer.cut(said, request)
-            return record(answer=answer, fault=Fault.POLICY, error=said, seconds=time.monotonic() - began)
+            if isinstance(error, TimeoutError) and limit.expired():
+                said = f"The call took longer than {seconds:g} s and was given up."
+            answer = self._writer.cut(scrub_text(said), request)
+            return record(answer=answer, fault=Fault.POLICY, error=answer, seconds=time.monotonic() - began)
         return record(
-            answer=self._writer.cut(result.response.text or "", request),
+            answer=self._writer.cut(scrub_text(result.response.text or ""), request),
             reward=result.reward,
             seconds=time.monotonic() - began,
             metrics=result.metrics,
@@ -188,17 +201,19 @@ class RolloutLoop:
             kwargs = request.tools_kwargs.get(name, {}).get("calc_reward_kwargs", {})
             return await instance.calc_reward(**kwargs)
 
-        try:
-            async with asyncio.timeout(request.limits.call_timeout):
-                given = await asyncio.gather(*(one(name, instance) for name, instance in instances.items()))
-        except TimeoutError:
-            raise InfraFault(f"calc_reward took longer than {request.limits.call_timeout:g} s.") from None
-        return Rewards(total=None, steps=tuple(steps), tools=dict(zip(instances.keys(), given, strict=True)))
+        seconds = request.limits.call_timeout
+        tasks = {name: asyncio.create_task(one(name, instance)) for name, instance in instances.items()}
+        late = await _wait(list(tasks.values()), seconds)
+        if late:
+            names = ", ".join(name for name, task in tasks.items() if task in late)
+            raise InfraFault(f"calc_reward took longer than {seconds:g} s: {names}.")
+        given = {name: task.result() for name, task in tasks.items()}
+        return Rewards(total=None, steps=tuple(steps), tools=given)
 
-    async def _score(self, trajectory: Trajectory) -> None:
+    async def _score(self, trajectory: Trajectory, seconds: float) -> None:
         """Add what the reward functions give, and the sum."""
         try:
-            functions = await self.rewards.score(trajectory) if self.rewards.functions else {}
+            functions = await self.rewards.score(trajectory, seconds) if self.rewards.functions else {}
             rewards = replace(trajectory.rewards, functions=functions)
             trajectory.rewards = replace(rewards, total=self.rewards.total(rewards))
         except InfraFault as error:
@@ -214,7 +229,7 @@ class RolloutLoop:
             tokens=request.tokens,
             earlier=request.earlier,
             finish_reason=request.finish_reason,
-            outcome="infra" if request.finish_reason is FinishReason.INFRA or not rewards.steps else "ok",
+            outcome="infra" if request.finish_reason in NOT_THE_MODELS or not rewards.steps else "ok",
             error=request.error,
             fidelity=request.fidelity,
             logprobs_of=self._writer.logprobs_of if request.tokens.has_logprobs else None,
@@ -225,6 +240,14 @@ class RolloutLoop:
             extra=request.extra,
         )
 
+    def _warn_once(self, trajectory: Trajectory) -> None:
+        """Say what fails, without saying it for every trajectory."""
+        error = trajectory.error or str(trajectory.finish_reason)
+        kind = re.sub(r"[0-9a-f]{4,}|\d+", "#", error)[:80]  # the same but for ids and numbers
+        if kind not in self._warned and len(self._warned) < WARNINGS:
+            self._warned.add(kind)
+            logger.warning("a trajectory is kept out of the loss: %s", error)
+
     def _instance(self, request: AsyncRolloutRequest, tool: BaseTool[Any]) -> ToolInstance:
         kwargs: Mapping[str, Any] = request.tools_kwargs.get(tool.name, {})
         return ToolInstance(
@@ -232,22 +255,50 @@ class RolloutLoop:
         )
 
 
-async def _all(calls: Sequence[Any], seconds: float) -> list[CallRecord | None]:
+def _cut_off(request: AsyncRolloutRequest, planned: Planned, seconds: float) -> CallRecord:
+    """A call of which nothing came: there was no time, or another one of its turn failed."""
+    said = f"The call was given up after {seconds:.1f} s."
+    call = planned.call
+    return CallRecord(
+        turn=request.turn,
+        tool=call.name,
+        arguments=call.arguments,
+        answer=said,
+        fault=Fault.POLICY,
+        error=said,
+        seconds=seconds,
+    )
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, CallRecord]], seconds: float) -> list[CallRecord | None]:
     """What came of each call; None of one that the time was too short for. One that is broken ends the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
+    await _wait(tasks, seconds, until=lambda task: task.result().fault is Fault.INFRA)
+    return [task.result() if task.done() and not task.cancelled() else None for task in tasks]
+
+
+async def _wait(
+    tasks: Sequence[asyncio.Task[T]], seconds: float, until: Callable[[asyncio.Task[T]], bool] | None = None
+) -> set[asyncio.Task[T]]:
+    """Wait for tasks. Those that aren't done in time, or when `until` says so of another, are cancelled, and given.
+
+    One that doesn't heed that is left to itself: a trajectory doesn't wait for it.
+    """
     deadline = time.monotonic() + seconds
     pending = set(tasks)
     try:
         while pending and (left := deadline - time.monotonic()) > 0:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.result().fault is Fault.INFRA for task in done):
+            if until is not None and any(until(task) for task in done):
                 break
     finally:
         for task in pending:
             task.cancel()
         if pending:
-            await asyncio.gather(*pending, return_exceptions=True)
-    return [None if task.cancelled() else task.result() for task in tasks]
+            _, deaf = await asyncio.wait(pending, timeout=CALL_GRACE)
+            if deaf:
+                logger.warning("%d calls of tools heed no cancellation, and are left to themselves", len(deaf))
+    return pending
 
 
 def _takes_deadline(tool: BaseTool[Any]) -> bool:

@@ -7,7 +7,7 @@ bounded length; and no text in it has half a character (a lone surrogate, which 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolroll.sandbox.protocol import scrub
@@ -44,7 +44,9 @@ class ParsedCall:
         """A call as a renderer read it (`renderers.ParsedToolCall`)."""
         name = call.name if isinstance(call.name, str) and call.name else None
         arguments = call.arguments if isinstance(call.arguments, str | dict) else None
-        problem = _problem(str(call.status), call.raw)
+        read = name is not None and isinstance(arguments, dict)
+        # Formats without JSON say so of a value of another type, too. What is wrong with it, the tool's schema says.
+        problem = None if read and str(call.status) == "invalid_json" else _problem(str(call.status), call.raw)
         if problem is None and name is None:
             problem = NO_NAME
         if problem is None and call.arguments is not arguments:
@@ -66,6 +68,13 @@ class Parsed:
     reasoning: str | None = None
     calls: tuple[ParsedCall, ...] = ()
     """In the order in which it wrote them, those that can't be carried out among them."""
+    left_out: int = 0
+    """Calls behind these."""
+
+    def within(self, most: int) -> Parsed:
+        """The same with no more than so many calls."""
+        over = len(self.calls) - most
+        return self if over <= 0 else replace(self, calls=self.calls[:most], left_out=over)
 
     @classmethod
     def of(cls, response: Any) -> Parsed:

@@ -231,11 +231,16 @@ def _mended(messages: list[JsonDict]) -> list[JsonDict]:
     """
     mended: list[JsonDict] = []
     asked: set[str | None] = set()
-    for message in messages:
+    unasked: list[JsonDict] = []
+    for message in [*messages, {"role": "end"}]:
         calls = message.get("tool_calls") or []
         if message["role"] == "tool" and message.get("tool_call_id") not in asked:
-            message = {"role": "user", "content": message["content"]}
-        elif calls:
+            unasked.append({"role": "user", "content": message["content"]})
+            continue
+        if message["role"] != "tool":  # behind the answers that were asked for: nothing may come between those
+            mended += unasked
+            unasked = []
+        if calls:
             functions = [
                 {**call["function"], "arguments": as_object(call["function"]["arguments"]) or {}} for call in calls
             ]
@@ -243,7 +248,7 @@ def _mended(messages: list[JsonDict]) -> list[JsonDict]:
             message = {**message, "tool_calls": calls}
         asked |= {call.get("id") for call in calls}
         mended.append(message)
-    return mended
+    return mended[:-1]
 
 
 def load_rendering(
@@ -316,9 +321,12 @@ def _found(given: _Given) -> tuple[str, Any]:
     from toolroll.rollout.chatml import END, START
 
     vocabulary, template = given.vocabulary, given.template
-    known = MODEL_RENDERER_MAP.get(str(getattr(vocabulary.tokenizer, "name_or_path", "")))
+    model = str(getattr(vocabulary.tokenizer, "name_or_path", ""))
+    known = MODEL_RENDERER_MAP.get(model)
     if known is not None and given.chat_template is None:
         return _named(known, given)
+    if (family := _by_directory(model, given, template)) is not None:
+        return family
     if START in vocabulary.marks and END in vocabulary.marks:
         chatml = _chatml(vocabulary, template, None)
         if template is None or _are_alike(chatml, template):
@@ -329,6 +337,21 @@ def _found(given: _Given) -> tuple[str, Any]:
             "chat_template."
         )
     return "template", template
+
+
+def _by_directory(model: str, given: _Given, template: Any) -> tuple[str, Any] | None:
+    """The family of a model in a directory of its name, e.g. /models/Qwen3-8B, if it writes as the template does."""
+    from renderers.base import MODEL_RENDERER_MAP
+
+    name = Path(model).name.lower()
+    families = {known.rpartition("/")[2].lower(): family for known, family in MODEL_RENDERER_MAP.items()}
+    if template is None or name not in families:
+        return None
+    try:
+        found = _named(families[name], given)
+    except ConfigError:
+        return None
+    return found if _are_alike(found[1], template) else None
 
 
 def _named(name: str, given: _Given) -> tuple[str, Any]:
@@ -375,8 +398,8 @@ def _chatml(vocabulary: Vocabulary, template: Any, default_system: str | None) -
     return ChatMLRenderer(vocabulary, ChatMLConfig(default_system=default_system))
 
 
-def _are_alike(chatml: Any, template: Any) -> bool:
-    """Whether the template writes ChatML: the same tokens for every probe.
+def _are_alike(renderer: Any, template: Any) -> bool:
+    """Whether the template writes as the renderer does: the same tokens for every probe.
 
     A template that shows no tools says nothing about how they are called: then the Hermes form is as good as any.
     """
@@ -385,7 +408,7 @@ def _are_alike(chatml: Any, template: Any) -> bool:
         probes: list[tuple[list[JsonDict], Tools | None]] = [(probe, None) for probe in PROBES[:2]]
         probes += [(probe, PROBE_TOOLS) for probe in PROBES] if shows_tools else []
         return all(
-            chatml.render_ids(probe, tools=tools, add_generation_prompt=True)
+            list(renderer.render_ids(probe, tools=tools, add_generation_prompt=True))
             == template.render_ids(probe, tools=tools, add_generation_prompt=True)
             for probe, tools in probes
         )

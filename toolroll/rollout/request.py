@@ -71,6 +71,10 @@ class AsyncRolloutRequest:
     """Where in `tokens` it began."""
     prompt_len: int = 0
     """Tokens of the first prompt."""
+    context_len: int | None = None
+    """What the engine takes, prompt and response together."""
+    interruptions: int = 0
+    """How often the turn that is under way was aborted, and nobody here had asked for it."""
     turns: list[TurnRecord] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     calls_made: int = 0
@@ -104,19 +108,20 @@ class AsyncRolloutRequest:
 
     def room(self) -> int:
         """How many tokens the model may write now."""
-        room = self.limits.max_response_len - (len(self.tokens) - self.prompt_len)
-        if self.limits.max_seq_len is not None:
-            room = min(room, self.limits.max_seq_len - len(self.tokens))
+        room = self._left(len(self.tokens))
         most = self.sampling_params.get("max_new_tokens")
         if most is not None:  # for one turn; part of it may be written already
             room = min(room, most - (len(self.tokens) - self.turn_start))
         return room
 
     def go_on(self, ids: list[int], *, rerendered: bool) -> None:
-        """The tools have answered, in these tokens: the model's next turn, if there is room for one.
+        """The tools have answered, in these tokens: the model's next turn, if there is room for them and for one.
 
         Where the template wrote an earlier turn anew, `ids` is the whole prompt, and a sequence of its own begins.
         """
+        if self._left(len(ids) if rerendered else len(self.tokens) + len(ids)) <= 0:
+            self.finish(FinishReason.LENGTH)
+            return
         if rerendered:
             self.earlier.append(self.tokens)
             self.tokens, self.fidelity = TokenStream(ids), Fidelity.RERENDERED
@@ -124,7 +129,10 @@ class AsyncRolloutRequest:
             self.tokens.given(ids, turn=self.turn)
         self.turn += 1
         self.turn_start = len(self.tokens)
-        if self.room() > 0:
-            self.go(State.GENERATING)
-        else:
-            self.finish(FinishReason.LENGTH)
+        self.interruptions = 0
+        self.go(State.GENERATING)
+
+    def _left(self, length: int) -> int:
+        """How many tokens there may be behind so many."""
+        ends = [self.prompt_len + self.limits.max_response_len, self.limits.max_seq_len, self.context_len]
+        return min(end for end in ends if end is not None) - length

@@ -8,6 +8,7 @@ infrastructure failed, or a function gives None, there is no total: None, never 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 from toolroll.errors import InfraFault
 from toolroll.rollout.trajectory import Rewards, Trajectory
+from toolroll.tools.base_tool import as_reward
 
 RewardFunction = Callable[[Trajectory], float | Awaitable[float | None] | None]
 
@@ -38,15 +40,23 @@ class RewardRule:
         parts += [self.weights.get(name, 1.0) * (value or 0.0) for name, value in rewards.functions.items()]
         return math.fsum(parts)
 
-    async def score(self, trajectory: Trajectory) -> dict[str, float | None]:
-        """What the functions give. A function that raises is the infrastructure's fault: the model wrote none of it."""
+    async def score(self, trajectory: Trajectory, seconds: float) -> dict[str, float | None]:
+        """What the functions give, in so many seconds.
+
+        One that fails, takes longer, or gives something that is no finite number, is the infrastructure's fault: the
+        model wrote none of it.
+        """
         given: dict[str, float | None] = {}
         for name, function in self.functions.items():
             try:
-                value = function(trajectory)
-                given[name] = await value if inspect.isawaitable(value) else value
-            except InfraFault:
-                given[name] = None
+                async with asyncio.timeout(seconds) as limit:
+                    value = function(trajectory)
+                    value = await value if inspect.isawaitable(value) else value
+                given[name] = None if value is None else as_reward(name, value)
+            except InfraFault as error:
+                raise InfraFault(f"The reward function {name!r} failed: {error}") from error
             except Exception as error:
-                raise InfraFault(f"The reward function {name!r} failed: {type(error).__name__}: {error}") from error
+                late = isinstance(error, TimeoutError) and limit.expired()
+                said = f"it took longer than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
+                raise InfraFault(f"The reward function {name!r} failed: {said}") from error
         return given

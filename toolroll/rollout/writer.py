@@ -34,7 +34,7 @@ class Writer(Protocol):
 
     logprobs_of: Literal["scaled", "raw"] | None
 
-    def begin(self, request: AsyncRolloutRequest) -> None:
+    async def begin(self, request: AsyncRolloutRequest) -> None:
         """Make the prompt. The request goes on to GENERATING, or ends."""
         ...
 

@@ -45,7 +45,7 @@ _backoff = wait_random_exponential(multiplier=0.1, max=5.0)  # from zero: full j
 
 
 class Aborted(Exception):
-    """The call was aborted, and nothing came of it."""
+    """The call was aborted, and nothing came of it. It says what was known of it by then."""
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class Call(Generic[T]):
         if not self.left > 0:
             raise EngineUnavailable(f"The deadline of {self.name} had passed before the engine was asked.")
         if self.aborted:
-            raise Aborted
+            raise Aborted("it was aborted before it was sent")
         failed: list[Failure] = []
 
         async def attempt() -> T:
@@ -124,9 +124,8 @@ class Call(Generic[T]):
                 # It goes on from the first failure: around every call, tenacity would cost more than all else of ours.
                 return await AsyncRetrying(retry=again, wait=self._wait, stop=self._stop, reraise=True)(attempt)
         except (TimeoutError, Failure) as error:
-            if self.aborted:
-                raise Aborted from None
-            raise self._unavailable(in_time=isinstance(error, Failure)) from None
+            unavailable = self._unavailable(pool, in_time=isinstance(error, Failure))
+            raise Aborted(str(unavailable)) if self.aborted else unavailable from None
         finally:
             self.over = True
 
@@ -218,12 +217,14 @@ class Call(Generic[T]):
         """Seconds for which the next attempt's server asked to be left alone."""
         return None if self._moves or self.failure is None else self.failure.retry_after
 
-    def _unavailable(self, in_time: bool) -> EngineUnavailable:
+    def _unavailable(self, pool: Pool, *, in_time: bool) -> EngineUnavailable:
         """What the caller is told when there is no next attempt, or no time."""
         tries = f"{self.name}: attempts: {self.tried.total()}, in {time.monotonic() - self.began:.1f} s"
         what, asked = self.failure.what if self.failure else "", self._asked
         if not self.tried:
+            down = ", ".join(pool.down)
             what = "its turn didn't come by the deadline: allow more time, or more connections (max_connections)"
+            what = f"{down} can't be reached" if down else what
         elif not in_time:
             what = "no complete answer by the deadline" + (f"; the attempt before: {what}" if what else "")
         elif asked is not None and asked >= self.left:

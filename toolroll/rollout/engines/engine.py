@@ -55,6 +55,8 @@ class Generation:
     """Which weights sampled it, by the name that the trainer gave them. Where they changed, those of the first id."""
     weight_changes: tuple[tuple[int, str], ...] = ()
     """Where they changed on the way: from which of the ids on, and to which."""
+    problem: str | None = None
+    """Of an aborted call that no server answered: what kept them from it. Nothing is known of what was sampled."""
     endpoint: str = ""
     timings: Timings = field(default_factory=lambda: Timings(total=0.0))
 
@@ -68,7 +70,11 @@ class Generation:
 
 @runtime_checkable
 class TokenEngine(Protocol):
-    """Ids in, ids out."""
+    """Ids in, ids out.
+
+    It may have more: `abort_many(request_ids)`, where many are stopped with less than one by one; and
+    `context_length()`, how many ids a prompt and its answer may have together, so that no more is asked for.
+    """
 
     logprobs_of: Literal["scaled", "raw"]
     """Whether log-probabilities are those of the distribution that was sampled from, or of the model's at T = 1."""

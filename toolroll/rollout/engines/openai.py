@@ -94,10 +94,7 @@ def _written(message: Message) -> dict[str, Any]:
 def _reply(answer: Any, call: Call[Any]) -> Reply:
     choice = answer["choices"][0]
     said = choice["message"]
-    calls = [
-        {"id": one.get("id"), "function": {**one["function"], "arguments": one["function"].get("arguments") or ""}}
-        for one in said.get("tool_calls") or ()
-    ]
+    calls = [{"id": one.get("id"), "function": _function(one["function"])} for one in said.get("tool_calls") or ()]
     message = Message(
         role="assistant",
         content=said.get("content"),
@@ -107,6 +104,14 @@ def _reply(answer: Any, call: Call[Any]) -> Reply:
     cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
     finish = FINISH.get(choice.get("finish_reason"), Finish.STOP)
     return Reply(message=message, finish=finish, timings=timings_of(call, cached_tokens=cached))
+
+
+def _function(said: Any) -> dict[str, Any]:
+    """A call's function, as far as the model wrote one."""
+    arguments = said.get("arguments")
+    if not isinstance(arguments, str | dict):
+        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
+    return {"name": said.get("name") or "", "arguments": arguments}
 
 
 def _with_version(url: str) -> str:

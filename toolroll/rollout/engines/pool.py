@@ -31,10 +31,10 @@ COOL_DOWN = 2.0
 """Seconds for which a server that is down gets nothing new while there is another. Doubled each time."""
 LONGEST_REST = 30.0
 """Seconds, at the most; for one that asked to be left alone by Retry-After too."""
-NOTICE_TIME = 10.0
+NOTICE_TIME = 30.0
 """Seconds in which a server must have been told of an abort. Later it is of little use."""
-NOTICES = 16
-"""Aborts on their way at a time: a thousand calls that are cancelled at once don't bring a thousand connections."""
+NOTICES = 64
+"""Aborts on their way at a time: ten thousand calls that are cancelled at once don't bring ten thousand connections."""
 LAST_NOTICES = 2.0
 """Seconds that closing waits for the aborts on their way."""
 OTHER_FILES = 256
@@ -112,6 +112,11 @@ class Pool:
         """Whether there is another server that would take a call now."""
         return any(one is not server and not one.rests for one in self.servers)
 
+    @property
+    def down(self) -> list[str]:
+        """The servers that were down when they were last asked."""
+        return [one.url for one in self.servers if one.strikes]
+
     def note(self, server: Server, failure: Failure) -> None:
         """Remember, for all calls, what came of an attempt."""
         now, rest = time.monotonic(), 0.0
@@ -123,11 +128,12 @@ class Pool:
         rest = min(max(rest, failure.retry_after or 0.0), LONGEST_REST)
         server.rests_until = max(server.rests_until, now + rest)
 
-    def notify(self, url: str, path: str, body: dict[str, Any]) -> None:
+    def notify(self, url: str, path: str, body: dict[str, Any]) -> asyncio.Task[None]:
         """Tell a server something in the background, once, if it can be done soon."""
         task = asyncio.get_running_loop().create_task(self._notify(url, path, body))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+        return task
 
     async def _notify(self, url: str, path: str, body: dict[str, Any]) -> None:
         try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from toolroll.errors import ConfigError
@@ -20,6 +21,8 @@ from toolroll.rollout.engines.engine import Finish, Generation, Timings
 from toolroll.rollout.engines.pool import Pool
 
 T = TypeVar("T")
+Together = Callable[..., Notice]
+"""What stops several attempts of one server at once, by their ids."""
 
 MAX_CONNECTIONS = 1024
 """Per server and event loop: more than engines run at a time, so that the queue is theirs."""
@@ -27,8 +30,10 @@ WITHOUT_DEADLINE = 3600.0
 """Seconds for a call that has none."""
 PROBE_TIME = 10.0
 """Seconds for a question that samples nothing."""
-ABORT_GRACE = 10.0
-"""Seconds in which a server gives back what an aborted call has. Then it ends without."""
+ABORT_GRACE = 30.0
+"""Seconds in which a server gives back what an aborted call has, of ten thousand at once too. Then it ends without."""
+CONTEXT_MARGIN = 8
+"""Ids of the context that are left alone: servers need some for themselves, and not all say how many."""
 
 
 class Servers:
@@ -50,6 +55,8 @@ class Servers:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._pools: dict[asyncio.AbstractEventLoop, Pool] = {}
         self._calls: dict[str, set[Call[Any]]] = {}
+        self._context: int | None = None
+        self._knows_context = False
 
     async def ask(self, call: Call[T]) -> T:
         """The answer to a call. Raises EngineRefused or EngineUnavailable."""
@@ -61,25 +68,38 @@ class Servers:
         same.add(call)
         try:
             return await self.ask(call)
-        except Aborted:
+        except Aborted as aborted:
+            what, where = str(aborted), call.endpoint
             return Generation(
-                ids=[], logprobs=[], finish=Finish.ABORT, endpoint=call.endpoint, timings=timings_of(call)
+                ids=[], logprobs=[], finish=Finish.ABORT, problem=what, endpoint=where, timings=timings_of(call)
             )
         finally:
             same.discard(call)
             if not same:
                 self._calls.pop(call.name, None)
 
-    async def abort(self, name: str) -> None:
-        """End the calls of this name, with what they have, in ABORT_GRACE seconds at the latest."""
+    async def abort(self, names: Collection[str], together: Together | None = None) -> None:
+        """End the calls of these names, with what they have, in ABORT_GRACE seconds at the latest."""
         pool = await self.pool()
+        calls = [call for name in names for call in self._calls.get(name, ())]
+        sending: dict[str | None, asyncio.Task[None]] = {}
 
-        def tell(calls: list[Call[Any]]) -> None:
-            for call in calls:
-                if notice := call.notice:
-                    pool.notify(call.endpoint, *notice)
+        def tell(left: list[Call[Any]]) -> None:
+            at: dict[str, list[Call[Any]]] = {}
+            for call in left:
+                on_its_way = sending.get(call.attempt_id)
+                if call.notice is not None and (on_its_way is None or on_its_way.done()):
+                    at.setdefault(call.endpoint, []).append(call)
+            for url, some in at.items():
+                ids = [call.attempt_id for call in some if call.attempt_id]
+                if together is not None:
+                    sending.update(dict.fromkeys(ids, pool.notify(url, *together(*ids))))
+                    continue
+                for call in some:
+                    if notice := call.notice:
+                        sending[call.attempt_id] = pool.notify(url, *notice)
 
-        await self._end(self._calls.get(name, ()), tell)
+        await self._end(calls, tell)
 
     async def abort_all(self, notice: Notice) -> None:
         """End all calls, and whatever else the servers run: `notice` tells them to."""
@@ -92,8 +112,8 @@ class Servers:
         calls = [call for calls in self._calls.values() for call in calls]
         await asyncio.gather(self.everywhere(*notice), self._end(calls, tell))
 
-    async def _end(self, calls: Iterable[Call[Any]], tell: Callable[[list[Call[Any]]], None]) -> None:
-        left, began, pause = list(calls), time.monotonic(), 0.05
+    async def _end(self, calls: list[Call[Any]], tell: Callable[[list[Call[Any]]], None]) -> None:
+        left, began, pause = calls, time.monotonic(), 0.1
         for call in left:
             call.loop.call_soon_threadsafe(call.end_in, ABORT_GRACE if call.abort else 0.0)
         next_time = began
@@ -104,6 +124,32 @@ class Servers:
                 next_time = now + pause
             await asyncio.sleep(0.02)
             left = [call for call in left if not call.over]
+
+    async def context_length(self) -> int | None:
+        """How many ids a prompt and its answer may have together, as the servers say; None where they don't.
+
+        Asked once. Of several servers the least counts.
+        """
+        pool = await self.pool()
+        async with pool.once:
+            if not self._knows_context:
+                lengths = await asyncio.gather(*map(self._context_of, self.urls))
+                known = [length for length in lengths if length]
+                self._context = min(known) - CONTEXT_MARGIN if known else None
+                self._knows_context = None not in lengths
+        return self._context
+
+    async def _context_of(self, url: str) -> int | None:
+        """One server's; 0 where it doesn't say, None where it is down."""
+        pool = await self.pool()
+        try:
+            async with asyncio.timeout(PROBE_TIME), pool.session.get(url + "/v1/models") as answer:
+                models = orjson.loads(await answer.read())["data"]
+            return min(int(model["max_model_len"]) for model in models if model.get("max_model_len"))
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return 0
 
     async def everywhere(self, path: str, body: dict[str, Any] | None = None) -> dict[str, bool]:
         """Ask every server, once. Which of them said yes."""

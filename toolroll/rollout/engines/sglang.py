@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from toolroll.errors import EngineRefused
@@ -78,7 +78,15 @@ class SGLangEngine:
 
     async def abort(self, request_id: str) -> None:
         """Stop a call. It ends with what it has, as ABORT. One that isn't there is no error."""
-        await self._servers.abort(request_id)
+        await self._servers.abort([request_id])
+
+    async def abort_many(self, request_ids: Collection[str]) -> None:
+        """The same for many at once."""
+        await self._servers.abort(request_ids)
+
+    async def context_length(self) -> int | None:
+        """How many ids a prompt and its answer may have together; None where the server doesn't say."""
+        return await self._servers.context_length()
 
     async def abort_all(self) -> None:
         """Stop whatever the servers run, for others too: before new weights, say."""

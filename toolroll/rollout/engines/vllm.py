@@ -9,7 +9,7 @@ The log-probabilities are the model's own at T = 1, before temperature and top_p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, Self
 
 from toolroll.errors import EngineRefused
@@ -86,7 +86,15 @@ class VLLMEngine:
 
     async def abort(self, request_id: str) -> None:
         """Stop a call. It ends with what it has, as ABORT. One that isn't there is no error."""
-        await self._servers.abort(request_id)
+        await self._servers.abort([request_id])
+
+    async def abort_many(self, request_ids: Collection[str]) -> None:
+        """The same for many at once."""
+        await self._servers.abort(request_ids, _abort)
+
+    async def context_length(self) -> int | None:
+        """How many ids a prompt and its answer may have together; None where the server doesn't say."""
+        return await self._servers.context_length()
 
     async def health(self) -> dict[str, bool]:
         """Which of the servers are up, by their URLs."""
@@ -129,5 +137,5 @@ def _read(answer: Any, choice: Any, logprobs: list[float], call: Call[Any]) -> G
     )
 
 
-def _abort(attempt_id: str) -> Notice:
-    return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{attempt_id}"]}
+def _abort(*attempt_ids: str) -> Notice:
+    return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{one}" for one in attempt_ids]}

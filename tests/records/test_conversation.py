@@ -1,0 +1,104 @@
+"""Conversations are read out of the text of a dump."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from record_samples import VERL_ANSWER, VERL_PROMPT
+
+from toolroll.records.conversation import messages_of, text_of, turns_and_calls
+
+CALL = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}}}
+CONVERSATION = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "What is 6 times 7?"},
+    {"role": "assistant", "content": "I compute.", "reasoning_content": "Use the tool.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "6 times 7 is #### 42"},
+]
+
+
+def test_without_special_tokens() -> None:
+    assert messages_of(VERL_PROMPT, VERL_ANSWER) == CONVERSATION
+
+
+def test_with_special_tokens() -> None:
+    prompt, answer = VERL_PROMPT, VERL_ANSWER
+    for role in ("system", "user", "assistant"):
+        prompt = prompt.replace(f"{role}\n", f"<|im_end|>\n<|im_start|>{role}\n")
+        answer = answer.replace(f"\n{role}\n", f"<|im_end|>\n<|im_start|>{role}\n")
+    prompt = prompt.removeprefix("<|im_end|>\n").replace("\n<|im_end|>", "<|im_end|>")
+    assert messages_of(prompt, answer + "<|im_end|>") == CONVERSATION
+    assert turns_and_calls(prompt, answer) == turns_and_calls(VERL_PROMPT, VERL_ANSWER) == (2, 1)
+
+
+def test_a_template_that_begins_the_thought() -> None:
+    said = messages_of("user\nHi\nassistant\n<think>\n", "Well.\n</think>\n\nHello.")
+    assert said[1] == {"role": "assistant", "content": "Hello.", "reasoning_content": "Well."}
+
+
+def test_several_answers_in_one_turn() -> None:
+    two = "a\nuser\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n\n</tool_response>"
+    assert messages_of("user\nHi\nassistant\n", two)[2:] == [
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2\n"},
+    ]
+
+
+def test_a_role_that_is_only_a_word_on_a_line() -> None:
+    assert messages_of("user\nHi\nassistant\n", "The kinds are\nsystem\nassistant\nuser\nand that is all") == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "The kinds are\nsystem\nassistant\nuser\nand that is all"},
+    ]
+
+
+def test_a_call_that_can_not_be_read_stays_in_the_text() -> None:
+    broken = '<tool_call>\n{"name": \n</tool_call>'
+    assert messages_of("user\nHi\nassistant\n", broken)[1] == {"role": "assistant", "content": broken}
+
+
+def test_other_templates_give_two_messages() -> None:
+    assert messages_of("[INST] Hi [/INST]", "user\nassistant\n") == [
+        {"role": "user", "content": "[INST] Hi [/INST]"},
+        {"role": "assistant", "content": "user\nassistant\n"},
+    ]
+    assert turns_and_calls("[INST] Hi [/INST]", "x") == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "<tool_response>", "<tool_response>x</tool_response>", "<think>", "\nuser\n"]
+)
+def test_a_model_that_writes_one_thing_for_ever_takes_no_longer(piece: str) -> None:
+    began = time.perf_counter()
+    messages_of("user\nHi\nassistant\n", 20_000 * piece + "x")
+    messages_of("user\nHi\nassistant\n", "x\nuser\n" + 20_000 * piece + "x\nassistant\n")
+    assert time.perf_counter() - began < 5
+
+
+MARKERS = "user assistant tool system <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response>"
+OTHERS = ["\n", " ", "text", "</tool_response>", '{"name": "f", "arguments": {}}']
+PIECES = st.lists(st.sampled_from([*MARKERS.split(), *OTHERS]), max_size=20).map("".join)
+
+
+@given(PIECES, PIECES)
+def test_any_text_has_a_reading(prompt: str, answer: str) -> None:
+    messages = messages_of(prompt, answer)
+    assert messages
+    assert all(message["role"] in ("system", "developer", "user", "assistant", "tool") for message in messages)
+    turns, calls = turns_and_calls(prompt, answer)
+    assert turns >= 1
+    assert calls >= 0
+
+
+WORDS = st.text("ab \n<>", max_size=10).map(str.strip)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=3), WORDS.filter(bool))
+def test_what_is_written_without_a_tokenizer_is_read_again(questions: list[str], answer: str) -> None:
+    messages = [{"role": "user", "content": questions[0]}, {"role": "assistant", "content": answer}]
+    for question in questions[1:]:
+        messages += [{"role": "tool", "content": question}, {"role": "assistant", "content": answer}]
+    prompt, said = text_of(messages, len(questions))
+    assert messages_of(prompt, said) == messages
+    assert turns_and_calls(prompt, said)[0] == len(questions)

@@ -1,0 +1,170 @@
+"""Records as Parquet: whole, and readable by those who never heard of us."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_samples import TRAJECTORIES, VERL_ANSWER, trajectory, verl_line
+from strategies import JSON
+
+from toolroll.errors import ConfigError
+from toolroll.records import parquet
+from toolroll.records.json_line import encode
+from toolroll.records.line import fields_of
+from toolroll.records.parquet import convert
+from toolroll.records.reader import read
+from toolroll.records.record import FORMAT, Record
+from toolroll.records.writer import RecordWriter
+from toolroll.rollout.tokens import TokenStream
+from toolroll.rollout.trajectory import Fidelity, Trajectory
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "records.parquet"
+
+
+def written(out: Path, *trajectories: Trajectory) -> list[dict[str, Any]]:
+    convert((Record.parse(encode(fields_of(one, 7))) for one in trajectories), out)
+    rows: list[dict[str, Any]] = pq.read_table(out).to_pylist()
+    return rows
+
+
+def test_pandas_has_tokens_as_lists(out: Path) -> None:
+    written(out, trajectory(0), trajectory(1, score=None, tokens=TokenStream([])))
+    frame = pd.read_parquet(out)
+    assert list(frame["step"]) == [7, 7]
+    assert list(frame["score"].isna()) == [False, True]
+    assert frame["token_ids"][0].tolist() == list(range(1, 12))
+    assert frame["token_mask"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert frame["token_logprobs"][0].tolist() == [0, 0, 0, 0, -0.5, -0.25, -0.125, 0, 0, -1, -2]
+    assert frame["prompt_length"][0] == 4
+    assert frame["token_ids"][1] is None
+    calls = frame["calls"].explode().apply(pd.Series)
+    assert list(calls["queue_wait"]) == [0.25, 0.25]
+    assert list(calls["attempts"]) == [1, 1]
+
+
+def test_pyarrow_has_everything(out: Path) -> None:
+    before = TokenStream([1, 2])
+    before.sampled([3], None, turn=0)
+    (row,) = written(out, trajectory(3, earlier=[before], fidelity=Fidelity.RERENDERED))
+    record = Record.parse(encode(fields_of(trajectory(3), 7)))
+    assert (row["input"], row["output"], json.loads(row["gts"])) == (record.input, record.output, "42")
+    assert (row["group"], row["sample"], row["request_id"]) == ("0", 3, "request-3")
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert json.loads(row["messages"][1]["tool_calls"])[0]["function"]["name"] == "code_interpreter"
+    assert json.loads(row["calls"][0]["arguments"]) == {"code": "print(6 * 7)"}
+    assert row["calls"][0]["execution_time"] == 0.5
+    assert row["turns"][1]["seconds"] == 0.5
+    assert row["spans"][1] == {"author": "model", "turn": 0, "start": 4, "end": 7, "weight_version": "3"}
+    assert row["earlier"][0]["token_ids"] == [1, 2, 3]
+    assert row["earlier"][0]["token_logprobs"] is None
+    assert json.loads(row["rewards"])["total"] == 1.0
+    assert json.loads(row["extra"])["ground_truth"] == "42"
+
+
+@settings(max_examples=25)
+@given(st.lists(TRAJECTORIES, max_size=3))
+def test_whatever_was_recorded_can_be_converted(
+    tmp_path_factory: pytest.TempPathFactory, trajectories: list[Trajectory]
+) -> None:
+    """Half characters too."""
+    rows = written(tmp_path_factory.mktemp("out") / "x.parquet", *trajectories)
+    assert [row["token_ids"] or [] for row in rows] == [list(one.tokens.ids) for one in trajectories]
+    assert [[turn["turn"] for turn in row["turns"]] for row in rows] == [
+        [turn.turn for turn in one.turns] for one in trajectories
+    ]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.dictionaries(st.sampled_from([*fields_of(trajectory(), 1), "else"]), JSON, max_size=6), max_size=3))
+def test_whatever_else_was_recorded_can_be_converted(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
+) -> None:
+    out = tmp_path_factory.mktemp("out") / "x.parquet"
+    records = [Record.parse(encode(line | form)) for line in lines for form in ({"format": FORMAT}, {"format": None})]
+    assert convert(records, out) == len(records)
+    extras = [json.loads(row["extra"]) for row in pq.read_table(out).to_pylist()]
+    kept = [extra.get("else") for extra in extras]
+    assert kept == [record.fields.get("else", _carried(record)) for record in records]
+
+
+def _carried(record: Record) -> Any:
+    extra = record.fields.get("extra")
+    return extra.get("else") if isinstance(extra, dict) else None
+
+
+def test_verls_dumps_too(out: Path) -> None:
+    convert([Record.parse(encode(verl_line(3, 5, version="0.9", acc=0.5)))], out)
+    (row,) = pq.read_table(out).to_pylist()
+    assert (row["step"], row["sample"], row["output"], row["token_ids"]) == (3, 5, VERL_ANSWER, None)
+    assert json.loads(row["extra"])["acc"] == 0.5
+    assert len(row["messages"]) == 5
+
+
+def test_row_groups_are_bounded(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "ROWS", 10)
+    written(out, *map(trajectory, range(25)))
+    assert pq.ParquetFile(out).num_row_groups == 3
+    monkeypatch.setattr(parquet, "ROWS", 1000)
+    monkeypatch.setattr(parquet, "BYTES", 1000)
+    written(out, *(trajectory(number, text="x" * 400) for number in range(6)))
+    assert pq.ParquetFile(out).num_row_groups == 6
+
+
+def test_nothing_is_there_before_it_is_whole(out: Path) -> None:
+    written(out, trajectory(1))
+    before = out.read_bytes()
+
+    def broken() -> Any:
+        yield Record.parse(encode(fields_of(trajectory(), 1)))
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        convert(broken(), out)
+    assert out.read_bytes() == before
+    assert list(out.parent.iterdir()) == [out]
+    with pytest.raises(ConfigError, match="can't be written: No such file"):
+        convert([], out.parent / "nowhere" / "x.parquet")
+    assert convert([], out) == 0
+    assert len(pd.read_parquet(out)) == 0
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+import pyarrow.parquet
+from toolroll.records.parquet import convert
+from toolroll.records.reader import read
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+before = peak()
+print(convert(read(sys.argv[1]), Path(sys.argv[2])), peak() - before)
+"""
+
+
+def test_a_large_directory_is_converted_in_bounded_memory(tmp_path: Path, out: Path) -> None:
+    folder = tmp_path / "dumps"
+    with RecordWriter(folder) as writer:
+        for number in range(300):
+            writer.append(trajectory(number, text=f"{number} " * 6000), 0)
+    for step in range(1, 10):
+        (folder / f"{step}.jsonl").hardlink_to(folder / "0.jsonl")
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    assert size > 130
+    done = subprocess.run([sys.executable, "-c", MEASURED, folder, out], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    count, grown = done.stdout.split()
+    assert int(count) == 3000
+    assert float(grown) < 250
+    assert sum(1 for _ in read(folder)) == pq.read_metadata(out).num_rows

@@ -1,0 +1,80 @@
+"""The viewer in a browser: there for whoever has the address, and for nobody else."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from toolroll.errors import ConfigError
+from toolroll.viewer.web import WebViewer
+from viewer.dumps import ours
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    """What `toolroll view --web` prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    runs = ours(tmp_path, steps=[1], groups=1)
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "toolroll.cli", "view", str(runs), "--web", "--port", str(port), stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    async with asyncio.timeout(60):
+        line = (await server.stdout.readline()).decode().strip()
+    yield line
+    server.terminate()
+    await server.wait()
+
+
+async def test_it_is_served_to_who_has_the_key_only(address: str) -> None:
+    base = address.split("/?")[0]
+    port = base.rpartition(":")[2]
+    assert base == f"http://127.0.0.1:{port}"
+    listening = subprocess.run(["ss", "-ltnH", f"sport = :{port}"], capture_output=True, text=True).stdout
+    assert f"127.0.0.1:{port}" in listening
+    assert f"0.0.0.0:{port}" not in listening
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with aiohttp.ClientSession() as stranger, aiohttp.ClientSession(cookie_jar=jar) as user:
+        for path in ("/", "/?key=wrong", "/ws", "/static/js/textual.js"):
+            assert (await stranger.get(base + path)).status == 403
+        page = await user.get(address)
+        assert page.status == 200
+        assert "default-src 'self'" in page.headers["Content-Security-Policy"]
+        assert "toolroll view" in await page.text()
+        assert (await user.get(f"{base}/static/js/textual.js")).status == 200
+        for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+            assert (await user.get(f"{base}/ws", headers=headers)).status == 403
+        moved = await user.get(address.replace("127.0.0.1", "localhost"), allow_redirects=False)
+        assert (moved.status, moved.headers["Location"]) == (302, address)
+        assert await _first_screen(user, base)
+
+
+async def _first_screen(user: aiohttp.ClientSession, base: str) -> bool:
+    """Whether the page shows the samples, and quits on q."""
+    seen = b""
+    async with user.ws_connect(f"{base}/ws?width=100&height=30") as page, asyncio.timeout(60):
+        async for message in page:
+            seen += message.data if message.type is aiohttp.WSMsgType.BINARY else b""
+            if b"sample 1 of 4" in seen:
+                await page.send_str(json.dumps(["stdin", "q"]))
+                break
+        async for _ in page:
+            pass
+    return b"sample 1 of 4" in seen
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        viewer = WebViewer(["true"], taken.getsockname()[1], lambda _: None)
+        with pytest.raises(ConfigError, match="name another with --port"):
+            viewer.run()

@@ -1,0 +1,101 @@
+"""One line of JSON: how it is written, and how it is read.
+
+Whatever a trajectory holds can be written: numbers that aren't finite become null, text with lone surrogates is
+escaped, arrays become lists, and what JSON has no word for becomes text. Whatever Python's own `json` wrote can be
+read: NaN is null. orjson does nearly all of it; what it refuses goes the slow way.
+
+A whole number beyond 64 bits is written exactly, and read as a float.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+
+from toolroll.errors import ToolrollError
+
+DEEPEST = 200
+"""Levels of nesting that are written: orjson's own limit is 254, and a model may write any number of brackets."""
+OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+
+
+class BadLine(ToolrollError):
+    """A line that can't be read. The message says what is wrong with it."""
+
+
+def encode(fields: Any) -> bytes:
+    """The line, with its newline."""
+    try:
+        return orjson.dumps(fields, _plainer, OPTIONS)
+    except TypeError:
+        return json.dumps(_plain(fields, 0), separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """What a line holds: an object. Raises BadLine."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        value = _decode_slowly(line)
+    if not isinstance(value, dict):
+        raise BadLine(f"It is JSON, but no object: {line[:40].decode('utf-8', 'replace').strip()!r}.")
+    return value
+
+
+def _decode_slowly(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+    except UnicodeDecodeError as error:
+        raise BadLine(f"It is no UTF-8: byte {error.start} is 0x{line[error.start]:02x}.") from error
+    except RecursionError as error:
+        raise BadLine("It is nested too deeply.") from error
+    except ValueError as error:
+        raise BadLine(f"It is no JSON: {error}.") from error
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """`value` as the standard library can write it."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if depth >= DEEPEST:
+        return "(nested too deeply)"
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str) else str(_plain(key, depth + 1)): _plain(item, depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name: _plain(item, depth + 1) for name, item in named}
+    return _plain(_plainer(value), depth + 1)
+
+
+def _plainer(value: Any) -> Any:
+    """What orjson doesn't know, nearer to JSON: text, where nothing better is known of it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if isinstance(value, Set):
+        return list(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return value.tolist()
+    try:
+        return str(value)
+    except Exception as error:  # an object of the user's, which must not cost the line
+        return f"({type(value).__name__}, which can't be shown: {type(error).__name__})"

@@ -1,0 +1,1 @@
+"""Looking at what rollouts left on disk: `toolroll view`."""
