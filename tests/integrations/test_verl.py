@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from toolroll.records import reader
+
 Rows = list[dict[str, Any]]
 
 
@@ -249,7 +251,6 @@ def test_newer_trainers_never_see_a_damaged_sample(seen: dict[str, Any]) -> None
 
 
 def test_records_have_every_sample_of_ours(seen: dict[str, Any]) -> None:
-    reader = pytest.importorskip("toolroll.records.reader")
     records = list(reader.read(Path(seen["spec"]["folder"]) / "dumps" / "toolroll"))
     rows = [row for name, scene in seen["older"].items() if name != "by_verls_loop" for row in scene["rows"]]
     assert {row["toolroll"]["request_id"] for row in rows} <= {record.request_id for record in records}

@@ -28,6 +28,7 @@ from toolroll.integrations.verl.sample import (
 )
 from toolroll.integrations.verl.server_engine import ServerEngine, finish_of
 from toolroll.integrations.verl.settings import AgentSettings, RewardWeights, limits_of
+from toolroll.records import reader
 from toolroll.rollout.engines.engine import Finish, Timings
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, Rewards, TurnRecord
@@ -181,7 +182,8 @@ def test_who_is_left_out() -> None:
     assert why_left_out(trajectory(written)) is None
     broken = trajectory(written, outcome="infra", finish_reason=FinishReason.INFRA, error="the sandbox is gone")
     assert why_left_out(broken) == "the sandbox is gone"
-    assert "told to stop" in str(why_left_out(trajectory(written, finish_reason=FinishReason.ABORTED)))
+    aborted = trajectory(written, outcome="infra", finish_reason=FinishReason.ABORTED)
+    assert why_left_out(aborted) == "it ended as aborted"
     assert "written nothing" in str(why_left_out(trajectory(stream([1]), finish_reason=FinishReason.DEADLINE)))
     assert why_left_out(trajectory(written, finish_reason=FinishReason.DEADLINE)) is None
     unknown = trajectory(written, rewards=Rewards(total=None, steps=(0.0,)))
@@ -303,7 +305,7 @@ async def test_log_probabilities_come_if_they_are_wanted_and_only_then() -> None
     assert (aborted.ids, aborted.logprobs) == ([5], [-0.1]), "an abort may come between the two"
 
 
-async def test_an_aborted_call_ends_at_once_with_nothing() -> None:
+async def test_an_aborted_call_ends_at_once_and_says_that_nothing_is_known() -> None:
     servers = Servers(delay=30)
     engine = ServerEngine(servers, "s")
     call = asyncio.create_task(engine.generate("r", [1], PARAMS))
@@ -312,6 +314,7 @@ async def test_an_aborted_call_ends_at_once_with_nothing() -> None:
     await engine.abort("r")
     generation = await asyncio.wait_for(call, 2)
     assert (generation.ids, generation.finish) == ([], Finish.ABORT)
+    assert "isn't known" in str(generation.problem)
     await asyncio.sleep(0)
     assert servers.cancelled == 1
 
@@ -366,7 +369,6 @@ async def test_nobody_asks_the_sandbox_about_a_sample_that_was_left_out() -> Non
 
 
 async def test_records_are_beside_verls_dump(tmp_path: Path) -> None:
-    reader = pytest.importorskip("toolroll.records.reader")
     recording = Recording(str(tmp_path), lambda ids: " ".join(map(str, ids)))
     await recording.write(trajectory(stream([1, 2], [3])), step=5)
     (folder,) = (tmp_path / "toolroll").iterdir()
@@ -376,7 +378,6 @@ async def test_records_are_beside_verls_dump(tmp_path: Path) -> None:
 
 
 async def test_a_record_that_cant_be_written_costs_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("toolroll.records")
     recording = Recording(str(tmp_path), lambda ids: str(1 / 0))
     await recording.write(trajectory(stream([1], [2])), step=1)
     assert "could not be written" in caplog.text

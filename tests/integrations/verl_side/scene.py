@@ -2,7 +2,6 @@
 
 import copy
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ class Scene:
             "data.return_raw_chat=True",
             f"data.max_prompt_length={PROMPT}",
             "data.filter_overlong_prompts=False",
-            *([f"trainer.rollout_data_dir={self.folder / 'dumps'}"] if find_spec("toolroll.records") else []),
+            f"trainer.rollout_data_dir={self.folder / 'dumps'}",
             *more,
         ]
         with initialize_config_module("verl.trainer.config", version_base=None):

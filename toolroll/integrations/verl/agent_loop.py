@@ -94,7 +94,7 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
         engine = ServerEngine(self.server_manager, self._session(request, row), self.shared.logprobs_of)
         trajectory = await self._carry(request, engine, row)
         left_out = why_left_out(trajectory, scored=self.shared.rewards is not None)
-        if left_out is not None:
+        if left_out is not None and trajectory.outcome == "ok":  # else the loop has said it
             logger.warning("sample %s of %s is left out: %s", request.sample, request.group, left_out)
         await self.shared.recording.write(trajectory, _step(row, engine))
         logprobs = bool(sampling_params.get("logprobs"))

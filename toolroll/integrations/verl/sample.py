@@ -14,7 +14,7 @@ from typing import Any
 
 from toolroll.errors import Fault
 from toolroll.rollout.tokens import TokenStream
-from toolroll.rollout.trajectory import FinishReason, Trajectory
+from toolroll.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ def why_left_out(trajectory: Trajectory, *, scored: bool = False) -> str | None:
     `scored`: whether the trajectory's own total is to be its score.
     """
     if trajectory.outcome == "infra":
-        return trajectory.error or "the infrastructure failed"
-    if trajectory.finish_reason is FinishReason.ABORTED:
-        return "the server was told to stop it"
+        return trajectory.error or f"it ended as {trajectory.finish_reason}"
     if not any(any(stream.mask) for stream in _streams(trajectory)):
         return trajectory.error or f"the model had written nothing when it ended ({trajectory.finish_reason})"
     if scored and trajectory.rewards.total is None:

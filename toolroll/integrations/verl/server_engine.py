@@ -2,7 +2,7 @@
 
 It asks verl's own client (`LLMServerClient`, or the one of its asynchronous trainers, which goes on by itself after a
 change of weights), so load balancing and stickiness are verl's. verl has no way to stop one request: a call that is
-aborted ends at once and without ids, and what the server goes on to sample is nobody's.
+aborted ends at once and without ids, with that as its problem, and what the server goes on to sample is nobody's.
 
 What verl wants to know of a trajectory's generations beside their tokens is kept here.
 """
@@ -19,6 +19,7 @@ from toolroll.rollout.engines.engine import Finish, Generation, SamplingParams, 
 from toolroll.rollout.engines.sampling import paired
 
 WITHOUT_DEADLINE = 3600.0
+NOT_TOLD = "verl's server can't be told to stop: what it had sampled by the deadline isn't known."
 COUNTED = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
 """What a server that decodes speculatively counts, to be summed over the turns."""
 
@@ -65,7 +66,7 @@ class ServerEngine:
         answer = await self._ask(request_id, prompt_ids, params, left)
         timings = Timings(total=time.monotonic() - began)
         if answer is None:
-            return Generation(ids=[], logprobs=[], finish=Finish.ABORT, timings=timings)
+            return Generation(ids=[], logprobs=[], finish=Finish.ABORT, problem=NOT_TOLD, timings=timings)
         self._note(answer)
         ids = [int(number) for number in answer.token_ids]
         finish = finish_of(answer.stop_reason, ids, stops)
