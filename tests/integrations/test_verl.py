@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from integrations import verl_stage
 from toolroll.records import reader
 
 Rows = list[dict[str, Any]]
@@ -257,6 +258,36 @@ def test_records_have_every_sample_of_ours(seen: dict[str, Any]) -> None:
     assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32, 3: 32}
     assert sum(record.outcome == "infra" for record in records) == 32 + 16
     assert all(record.gts is not None for record in records)
+
+
+# What stands on the pages, in the example, and in the script for GPUs
+
+
+def test_the_settings_on_the_page_are_verls(seen: dict[str, Any]) -> None:
+    overrides = seen["spec"]["page"]
+    assert len(overrides) == 9
+    assert len([one for one in overrides if one.startswith("+")]) == 3, "keys that verl leaves to its users"
+    assert seen["asides"]["page"]["actor_rollout_ref.rollout.agent.default_agent_loop"] == "toolroll"
+    for other in (verl_stage.ROOT / "README.md", verl_stage.ROOT / "docs" / "rewards.md"):
+        named = verl_stage.overrides_on(other)
+        assert len(named) >= 2
+        assert set(named) <= set(overrides)
+
+
+def test_verl_has_every_key_that_the_page_names(seen: dict[str, Any]) -> None:
+    assert len(seen["spec"]["keys"]) > 15
+    newer_only = {"trainer.use_v1"} if seen["version"] == "0.8" else set()
+    assert set(seen["asides"]["unknown_keys"]) == newer_only
+
+
+def test_verl_takes_the_config_of_the_script_for_gpus(seen: dict[str, Any]) -> None:
+    """By its own config, its own validation, and the classes that its workers make of it."""
+    script = seen["asides"]["script"]
+    assert len(script) > 40
+    assert not any(one.startswith("+") for one in seen["spec"]["script"]), "all keys are verl's own"
+    for key in ("multi_turn.tool_config_path", "agent.agent_loop_config_path"):
+        assert Path(script[f"actor_rollout_ref.rollout.{key}"]).exists()
+    assert Path(script["data.train_files"]).exists()
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ def environment(folder: Path) -> dict[str, str]:
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's workers would else stand behind all that runs beside them
     }
 
 
@@ -79,6 +80,16 @@ def overrides_on(page: Path) -> list[str]:
     """Every line of a page's shell blocks that sets a key of verl's."""
     blocks = [body for kind, _, body in doc_page.BLOCK.findall(page.read_text()) if kind == "sh"]
     return [line for block in blocks for line in block.splitlines() if re.match(r"\+?[A-Za-z_.]+=", line)]
+
+
+def keys_on(page: Path) -> list[str]:
+    """Every key of verl's that a page's text names, with those of the table of what our loop reads."""
+    text = doc_page.BLOCK.sub("", page.read_text())
+    named = re.findall(r"`((?:actor_rollout_ref|algorithm|data|reward|trainer)(?:\.\w+)+)", text)
+    named += [f"actor_rollout_ref.rollout.{key}" for key in re.findall(r"`(multi_turn\.\w+)", text)]
+    for of, keys in re.findall(r"^\| `([\w.]+)` \| ((?:`\w+`(?:, )?)+) \|$", text, re.MULTILINE):
+        named += [f"{of}.{key}" for key in re.findall(r"\w+", keys)]
+    return sorted(set(named))
 
 
 def overrides_in(script: Path, version: str, folder: Path) -> list[str]:
@@ -154,6 +165,7 @@ def play(version: str, folder: Path, model_dir: Path, sglang: str | None) -> dic
         "result": str(folder / "result.json"),
         "sglang": sglang,
         "page": overrides_on(PAGE),
+        "keys": keys_on(PAGE),
         "script": overrides_in(SCRIPT, version, folder),
     }
     # 0.9 imports `external_lib` in its trainer's process as well, 0.8 doesn't.
@@ -164,4 +176,4 @@ def play(version: str, folder: Path, model_dir: Path, sglang: str | None) -> dic
         spec |= {"other_sandbox": other.url, "other_sandbox_pid": other.process.pid}
         run([python, SIDE / "play.py", json.dumps(spec)], folder, **more)
     result = json.loads((folder / "result.json").read_text())
-    return {**result, "spec": spec, "most_running": proxy.most_running, "programs": proxy.programs}
+    return {**result, "version": version, "spec": spec, "most_running": proxy.most_running, "programs": proxy.programs}

@@ -38,6 +38,7 @@ def play(scene: Scene) -> dict[str, Any]:
         "refused": refused(scene),
         "foreign": asyncio.run(foreign(scene)),
         "page": composed(scene.spec["page"]),
+        "unknown_keys": unknown(scene.spec["keys"]),
         "script": composed(scene.spec["script"], whole=True),
     }
 
@@ -53,6 +54,14 @@ def composed(overrides: list[str], *, whole: bool = False) -> dict[str, Any]:
     keys = [one.lstrip("+").partition("=")[0] for one in overrides]
     found = {key: OmegaConf.select(config, key, throw_on_missing=True) for key in keys}
     return {key: OmegaConf.to_container(one) if OmegaConf.is_config(one) else one for key, one in found.items()}
+
+
+def unknown(keys: list[str]) -> list[str]:
+    """Which of these verl's own config doesn't have, whatever it has for them."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer")
+    parts = [key.rpartition(".") for key in keys]
+    return [key for key, (of, _, name) in zip(keys, parts, strict=True) if name not in OmegaConf.select(config, of)]
 
 
 def registry(scene: Scene) -> dict[str, Any]:
