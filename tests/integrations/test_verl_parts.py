@@ -359,6 +359,25 @@ async def test_a_score_that_cant_be_had_is_raised_and_never_0(monkeypatch: pytes
         await reward.compute_score_async("sums", "print(1)", {})
 
 
+async def test_a_reward_function_of_verls_is_told_the_same_by_our_loop() -> None:
+    told: dict[str, Any] = {}
+
+    def blocking(**given: Any) -> dict[str, Any]:
+        told.update(given)
+        return {"score": 0.75, "acc": True}
+
+    async def unsure(**_: Any) -> None:
+        return None
+
+    one = trajectory(stream([1], [2, 3]))
+    one.extra = {"data_source": "sums", "reward_model": {"ground_truth": "5"}, "extra_info": {"index": 3}}
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"{list(ids)}")
+    functions: list[Any] = [reward.as_reward_function(function, tokenizer) for function in (blocking, unsure)]
+    assert [await function(one) for function in functions] == [0.75, None]
+    assert (told["data_source"], told["solution_str"], told["ground_truth"]) == ("sums", "[2, 3]", "5")
+    assert told["extra_info"] == {"index": 3, **fields_of(one, None)}
+
+
 async def test_nobody_asks_the_sandbox_about_a_sample_that_was_left_out() -> None:
     told = {"toolroll": {"left_out": "the sandbox is gone"}}
     assert await reward.compute_score_async("sums", "print(1)", {}, told, sandbox_fusion_url="http://127.0.0.1:1") == 0

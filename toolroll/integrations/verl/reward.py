@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from toolroll.errors import InfraFault
+from toolroll.integrations.verl.sample import fields_of
 from toolroll.integrations.verl.settings import RewardWeights
 from toolroll.rewards import code
 from toolroll.rollout.reward import RewardFunction, RewardRule
@@ -56,7 +57,7 @@ def reward_rule(weights: RewardWeights | None, config: Any, tokenizer: Any) -> R
         return None
     functions: dict[str, RewardFunction] = {}
     if weights.function:
-        functions = {NAME: _by_verls(_configured(config), tokenizer)}
+        functions = {NAME: as_reward_function(_configured(config), tokenizer)}
     return RewardRule(steps=weights.steps, tools=weights.tools, functions=functions, weights={NAME: weights.function})
 
 
@@ -69,26 +70,23 @@ def _configured(config: Any) -> Callable[..., Any]:
     return function
 
 
-def _by_verls(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
-    """A reward function of verl's as one of ours. What it raises is no doing of the model's: there is no score then."""
+def as_reward_function(function: Callable[..., Any], tokenizer: Any) -> RewardFunction:
+    """A reward function of verl's as one of ours; it is told what verl's reward loop would tell it.
+
+    What it raises is no doing of the model's: there is no score then.
+    """
 
     async def score(trajectory: Trajectory) -> float | None:
-        row, earned = trajectory.extra, trajectory.rewards
-        told = {
-            "steps": list(earned.steps),
-            "tools": dict(earned.tools),
-            "finish_reason": str(trajectory.finish_reason),
-        }
+        row = trajectory.extra
         arguments = {
             "data_source": row.get("data_source"),
             "solution_str": tokenizer.decode(trajectory.tokens.response_ids, skip_special_tokens=True),
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-            "extra_info": {**(row.get("extra_info") or {}), "toolroll": told},
+            "extra_info": {**(row.get("extra_info") or {}), **fields_of(trajectory, None)},
         }
-        if inspect.iscoroutinefunction(function):
-            given = await function(**arguments)
-        else:
-            given = await asyncio.to_thread(function, **arguments)
+        given = await asyncio.to_thread(function, **arguments)  # one that is async only begins there
+        if inspect.isawaitable(given):
+            given = await given
         value = given.get("score") if isinstance(given, Mapping) else given
         return None if value is None else float(value)
 
