@@ -50,6 +50,11 @@ class Older:
         self.out["dying"]["compared"] = compare(asked, given, self.config)
         return self.out
 
+    def end(self) -> None:
+        """Make room for another trainer's workers, which go by the same names."""
+        for actor in (*self.manager.agent_loop_workers, *self.rewards.reward_loop_workers):
+            ray.kill(actor)
+
     def run(self, name: str, asked: DataProto) -> DataProto:
         began = time.monotonic()
         workers = self.manager.agent_loop_workers

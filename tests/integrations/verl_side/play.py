@@ -18,11 +18,12 @@ from verl.utils.config import omega_conf_to_dataclass
 def main() -> None:
     began = time.monotonic()
     scene = Scene(json.loads(sys.argv[1]))
-    older, newer = Older(scene), Newer(scene)  # their workers start while this goes on
+    older = Older(scene)  # its workers start while this goes on
     if NEWEST:
         omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # as its trainers do: it imports external_lib
-    out = {"asides": asides.play(scene), "older": older.play(), "newer": newer.play()}
-    out["seconds"] = time.monotonic() - began
+    out = {"asides": asides.play(scene), "older": older.play()}
+    older.end()
+    out |= {"newer": Newer(scene).play(), "seconds": time.monotonic() - began}
     Path(scene.spec["result"]).write_text(json.dumps(out))
 
 
