@@ -54,9 +54,8 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="a Parquet file")
     parser.add_argument("--split", default="train")
     parser.add_argument("--agent-name", default="toolroll")
-    parser.add_argument("--most", type=int, help="how many questions, from the first")
     given = parser.parse_args()
-    lines = [json.loads(line) for line in given.source.read_text().splitlines() if line.strip()][: given.most]
+    lines = [json.loads(line) for line in given.source.read_text().splitlines() if line.strip()]
     rows = [row(line, number, given.split, given.agent_name) for number, line in enumerate(lines)]
     given.target.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_parquet(given.target)

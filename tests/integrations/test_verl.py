@@ -280,6 +280,14 @@ def test_verl_has_every_key_that_the_page_names(seen: dict[str, Any]) -> None:
     assert set(seen["asides"]["unknown_keys"]) == newer_only
 
 
+def test_verl_loads_the_files_on_the_page(seen: dict[str, Any]) -> None:
+    assert seen["asides"]["files"] == {
+        "tools.yaml": ["code_interpreter", "calc_gsm8k_reward"],
+        "agent_loop.yaml": ["ToolrollAgentLoop"],
+        "scored_loop.yaml": ["ToolrollAgentLoop"],
+    }
+
+
 def test_verl_takes_the_config_of_the_script_for_gpus(seen: dict[str, Any]) -> None:
     """By its own config, its own validation, and the classes that its workers make of it."""
     script = seen["asides"]["script"]

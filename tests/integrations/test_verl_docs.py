@@ -11,15 +11,6 @@ from toolroll import initialize_tools_from_config
 from toolroll.integrations.verl.settings import AgentSettings, limits_of
 
 
-def test_the_files_on_the_page_load(tmp_path: Path) -> None:
-    for title, body in doc_page.files(verl_stage.PAGE.read_text()).items():
-        (tmp_path / title).write_text(body)
-    tools = initialize_tools_from_config(tmp_path / "tools.yaml")
-    assert [tool.name for tool in tools] == ["code_interpreter", "calc_gsm8k_reward"]
-    for name in ("agent_loop.yaml", "scored_loop.yaml"):
-        check_agent_loop(tmp_path / name)
-
-
 def test_the_files_of_the_example_load() -> None:
     tools = initialize_tools_from_config(verl_stage.EXAMPLE / "tool_config.yaml")
     assert [tool.name for tool in tools] == ["code_interpreter", "calc_gsm8k_reward"]

@@ -93,13 +93,16 @@ def keys_on(page: Path) -> list[str]:
 
 
 def overrides_in(script: Path, version: str, folder: Path) -> list[str]:
-    """What a script sets of verl's. It is run as it stands, with a Python that writes down what verl is begun with."""
+    """What a script sets of verl's. It is run as it stands, with a Python that writes down what verl is begun with.
+
+    It prepares the data too: `e2e/train.parquet`.
+    """
     python, told = folder / "noting-python", folder / "begun-with"
     noting = f'if [ "$1" = -m ]; then printf "%s\\0" "$@" >{shlex.quote(str(told))}; exit; fi'
     python.write_text(f'#!/bin/sh\n{noting}\nexec {shlex.quote(pythons()[version])} "$@"\n')
     python.chmod(0o755)
-    settled = {"PYTHON": str(python), "WORK": str(folder / "e2e"), "SANDBOX_FUSION_URL": "http://127.0.0.1:1"}
-    run([script], folder, **settled)
+    settled = {"PYTHON": str(python), "WORK": str(folder / "e2e"), "TRAIN": str(questions())}
+    run([script], folder, SANDBOX_FUSION_URL="http://127.0.0.1:1", **settled)
     _, trainer, *overrides = told.read_text().split("\0")[:-1]
     assert trainer == {"0.9": "verl.trainer.main_ppo", "0.8": "verl.trainer.main_ppo_sync"}[version]
     return overrides
@@ -156,16 +159,16 @@ def counted(sandbox: str) -> Iterator[CountedRuns]:
 def play(version: str, folder: Path, model_dir: Path, sglang: str | None) -> dict[str, Any]:
     """All scenes, with a sandbox that dies for each kind of trainer."""
     python = pythons()[version]
-    run([python, EXAMPLE / "prepare.py", questions(), folder / "rows.parquet", "--most", "64"], folder)
     spec = {
         "folder": str(folder),
         "model": str(model_for(model_dir, folder)),
         "questions": str(questions()),
-        "rows": str(folder / "rows.parquet"),
+        "rows": str(folder / "e2e" / "train.parquet"),
         "result": str(folder / "result.json"),
         "sglang": sglang,
         "page": overrides_on(PAGE),
         "keys": keys_on(PAGE),
+        "files": doc_page.files(PAGE.read_text()),
         "script": overrides_in(SCRIPT, version, folder),
     }
     # 0.9 imports `external_lib` in its trainer's process as well, 0.8 doesn't.

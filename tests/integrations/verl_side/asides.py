@@ -6,8 +6,10 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from scene import Scene
+from scene import TARGET, Scene
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import initialize_tools_from_config, load_all_tools
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -15,7 +17,6 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from toolroll import ConfigError, ToolInstance
-from toolroll.integrations.verl import ToolrollAgentLoop
 from toolroll.integrations.verl.toolbox import tools_of
 
 NESTED = {
@@ -39,6 +40,7 @@ def play(scene: Scene) -> dict[str, Any]:
         "foreign": asyncio.run(foreign(scene)),
         "page": composed(scene.spec["page"]),
         "unknown_keys": unknown(scene.spec["keys"]),
+        "files": {title: loaded(scene, title, body) for title, body in scene.spec["files"].items()},
         "script": composed(scene.spec["script"], whole=True),
     }
 
@@ -64,6 +66,31 @@ def unknown(keys: list[str]) -> list[str]:
     return [key for key, (of, _, name) in zip(keys, parts, strict=True) if name not in OmegaConf.select(config, of)]
 
 
+def loaded(scene: Scene, title: str, body: str) -> list[str]:
+    """What verl makes of a file on the page: tools, or agent loops."""
+    path = scene.folder / title
+    path.write_text(body)
+    if title.startswith("tools"):
+        return [tool.name for tool in initialize_tools_from_config(str(path))]
+    return [type(agent_loop(scene, [], entry)).__name__ for entry in OmegaConf.load(path)]
+
+
+def agent_loop(scene: Scene, overrides: list[str], entry: Any) -> Any:
+    """An agent loop as verl's workers make it, without tools."""
+    no_tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=null"
+    config = scene.config(scene.spec["sandbox"], no_tools, *overrides)
+    return instantiate(
+        config=entry,
+        trainer_config=DictConfigWrap(config),
+        server_manager=None,
+        tokenizer=scene.tokenizer,
+        processor=None,
+        dataset_cls=RLHFDataset,
+        data_config=DictConfigWrap(config.data),
+        tools=ToolListWrap([]),
+    )
+
+
 def registry(scene: Scene) -> dict[str, Any]:
     """verl's own registry, with our tools."""
     path = scene.config(scene.spec["sandbox"]).actor_rollout_ref.rollout.multi_turn.tool_config_path
@@ -85,21 +112,9 @@ def refused(scene: Scene) -> dict[str, str]:
     said = {}
     for name, (overrides, settings) in cases.items():
         try:
-            no_tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=null"
-            config = scene.config(scene.spec["sandbox"], no_tools, *overrides)
-            loop = ToolrollAgentLoop(
-                trainer_config=DictConfigWrap(config),
-                server_manager=None,
-                tokenizer=scene.tokenizer,
-                processor=None,
-                dataset_cls=RLHFDataset,
-                data_config=DictConfigWrap(config.data),
-                tools=ToolListWrap([]),
-                name="toolroll",
-                **settings,
-            )
+            loop = agent_loop(scene, overrides, {"name": "toolroll", "_target_": TARGET, **settings})
             asyncio.run(loop.run({}, raw_prompt=[{"role": "user", "content": "?"}]))
-        except ConfigError as error:
+        except (ConfigError, InstantiationException) as error:
             said[name] = str(error)
     return said
 

@@ -20,6 +20,7 @@ from verl.workers.rollout import llm_server
 NEWEST = verl.__version__.startswith("0.9")
 PROMPT, RESPONSE = 1024, 1024
 
+TARGET = "toolroll.integrations.verl.ToolrollAgentLoop"
 AGENTS: list[dict[str, Any]] = [
     {"name": "toolroll_hurried", "limits": {"call_timeout": 5}},
     {
@@ -52,8 +53,7 @@ class Scene:
         tools = self.folder / f"tools-{abs(hash(sandbox))}.yaml"
         tools.write_text(yaml.safe_dump({"tools": tool_entries(sandbox)}))
         agents = self.folder / "agents.yaml"
-        target = {"_target_": "toolroll.integrations.verl.ToolrollAgentLoop"}
-        agents.write_text(yaml.safe_dump([{**agent, **target} for agent in AGENTS]))
+        agents.write_text(yaml.safe_dump([{**agent, "_target_": TARGET} for agent in AGENTS]))
         overrides = [
             f"actor_rollout_ref.model.path={self.spec['model']}",
             "actor_rollout_ref.model.external_lib=toolroll.integrations.verl",
