@@ -51,7 +51,7 @@ class Newer:
         with open_dict(self.config):
             self.config.transfer_queue.enable = True
             units = OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
-            queue = OmegaConf.merge(self.config.transfer_queue, units if NEWEST else {})
+            queue = OmegaConf.merge(self.config.transfer_queue, units)  # by itself it has eight
         tq.init(queue)
         self.rewards = RewardLoopManager(self.config)
         self.buffer = _buffer()
