@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "verl.md"
 SCRIPT = ROOT / "tests" / "special_e2e" / "run_gsm8k_fsdp_sgl_multiturn_sf_tool.sh"
 VERSIONS = ("0.9", "0.8")
 WITHIN = 900
-"""Seconds, where it takes some 70 of a processor."""
+"""Seconds; it takes some 110 of one processor."""
 
 
 def questions() -> Path:
