@@ -1,36 +1,16 @@
 """What was seen in verl's environments, for all tests that look at it."""
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from integrations import verl_stage
 
-if TYPE_CHECKING:
-    from real_engine import RealEngine
-
-
-@pytest.fixture(scope="session")
-def stages(
-    sglang: "RealEngine", tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, "Future[dict[str, Any]]"]]:
-    """All scenes, played with each version of verl, at the same time: each waits for its processes by turns."""
-    with ThreadPoolExecutor() as threads:
-        yield {
-            version: threads.submit(
-                verl_stage.play,
-                version,
-                tmp_path_factory.mktemp(f"verl-{version}-"),
-                sglang.model_dir,
-                sglang.url if version == verl_stage.VERSIONS[0] else None,
-            )
-            for version in verl_stage.VERSIONS
-        }
-
 
 @pytest.fixture(scope="session", params=verl_stage.VERSIONS)
-def seen(request: pytest.FixtureRequest, stages: dict[str, "Future[dict[str, Any]]"]) -> dict[str, Any]:
-    """All scenes, played with one version of verl."""
-    return stages[request.param].result()
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All scenes, played with one version of verl: one after the other, as each takes 4 GB of memory."""
+    engine = request.getfixturevalue("sglang")
+    url = engine.url if request.param == verl_stage.VERSIONS[0] else None
+    folder = tmp_path_factory.mktemp(f"verl-{request.param}-")
+    return verl_stage.play(request.param, folder, engine.model_dir, url)
