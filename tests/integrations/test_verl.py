@@ -258,6 +258,13 @@ def test_records_have_every_sample_of_ours(seen: dict[str, Any]) -> None:
     assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32, 3: 32}
     assert sum(record.outcome == "infra" for record in records) == 32 + 16
     assert all(record.gts is not None for record in records)
+    written = {record.request_id: record for record in records}
+    for row in seen["older"]["whole"]["rows"]:
+        record = written[row["toolroll"]["request_id"]]
+        assert record.tokens is not None
+        assert record.tokens.ids == row["prompt"] + row["response"]
+        assert record.tokens.mask[len(row["prompt"]) :] == row["mask"]
+        assert [call["tool"] for call in record.calls][-3:] == ["code_interpreter"] * 2 + ["calc_gsm8k_reward"]
 
 
 # What stands on the pages, in the example, and in the script for GPUs
