@@ -64,6 +64,7 @@ def environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # Ray's workers would else stand behind all that runs beside them
+        "RAY_memory_monitor_refresh_ms": "0",  # nor end them because others fill the memory
     }
 
 
