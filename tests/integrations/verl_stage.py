@@ -63,8 +63,8 @@ def environment(folder: Path) -> dict[str, str]:
         "HF_DATASETS_CACHE": str(folder / "datasets"),
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # Ray's workers would else stand behind all that runs beside them
-        "RAY_memory_monitor_refresh_ms": "0",  # nor end them because others fill the memory
+        "RAY_worker_niceness": "0",  # else its workers stand behind all that runs beside them
+        "RAY_memory_monitor_refresh_ms": "0",  # and are ended where others fill the memory
     }
 
 
