@@ -2,10 +2,9 @@
 
     python led_prompts.py test.jsonl 64 > problems.jsonl
 
-Where there are fewer, they come round again.
+Ends with an error where there are fewer.
 """
 
-import itertools
 import json
 import sys
 from typing import Any
@@ -38,7 +37,9 @@ def main() -> None:
     path, count = sys.argv[1:]
     with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    for row in itertools.islice(itertools.cycle(rows), int(count)):
+    if len(rows) < int(count):
+        sys.exit(f"{path} has {len(rows)} questions, not {count}")
+    for row in rows[: int(count)]:
         print(json.dumps({"messages": led(row["question"]), "answer": row["answer"]}))
 
 

@@ -4,7 +4,7 @@
 #
 #   TOOLROLL_GSM8K=gsm8k/test.jsonl tests/special_e2e/run_gsm8k_sgl_multiturn_sf_tool.sh
 #
-# Without TOOLROLL_GSM8K, the problems of examples/gsm8k are taken, each as often as it needs. `python` must have
+# Without TOOLROLL_GSM8K, the questions of examples/verl_gsm8k are taken. `python` (or PYTHON) must have
 # toolroll[rollout,sandbox,records,view]; tmux must be there.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -12,7 +12,7 @@ root=$here/../..
 python=$(command -v "${PYTHON:-python3}")
 toolroll=("$python" -m toolroll.cli)
 problems=64 samples=2
-data=${TOOLROLL_GSM8K:-$root/examples/gsm8k/problems.jsonl}
+data=${TOOLROLL_GSM8K:-$root/examples/verl_gsm8k/questions.jsonl}
 
 work=$(mktemp -d /var/tmp/toolroll-e2e.XXXXXX) # not below /tmp, which programs in the sandbox have of their own
 started=()

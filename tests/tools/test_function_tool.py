@@ -380,3 +380,25 @@ def test_a_function_that_cannot_be_a_tool_is_refused_with_the_remedy(function: A
     with pytest.raises(ConfigError, match=remedy) as caught:
         tool(function)
     assert getattr(function, "__name__", "no_docstring") in str(caught.value)
+
+
+def test_a_registry_that_calls_a_class_gets_a_tool_of_its_own() -> None:
+    """verl makes its tools like that."""
+
+    @tool
+    def double(number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+    @tool
+    def show(config: str, tool_schema: str) -> str:
+        """Has parameters of the same names."""
+        return config + tool_schema
+
+    made = double(config={"type": "native"}, tool_schema=None)
+    assert made is not double
+    assert (made.name, made.tool_schema) == ("double", double.tool_schema)
+    with pytest.raises(ConfigError, match="a function takes no settings"):
+        double(config={"type": "native", "top_k": 3}, tool_schema=None)
+    assert double(number=3) == 6
+    assert show(config="a", tool_schema="b") == "ab"

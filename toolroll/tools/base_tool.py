@@ -101,7 +101,7 @@ class BaseTool(ABC, Generic[State]):
             return given.model_copy(deep=True)
         try:
             return OpenAIFunctionToolSchema.model_validate(
-                given.model_dump() if isinstance(given, BaseModel) else given
+                given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else given
             )
         except ValidationError as error:
             raise ConfigError(f"The tool_schema of {type(self).__name__} is not usable: {explain(error)}") from error

@@ -36,6 +36,7 @@ THREADS = 64
 """How many calls of one sync function run at once, unless `@tool(threads=…)` says otherwise."""
 
 T = TypeVar("T")
+_MADE_OF = {"config", "tool_schema"}
 
 
 class _HiddenMark:
@@ -65,7 +66,10 @@ class _Signature:
 
 
 class FunctionTool(BaseTool[dict[str, Any]]):
-    """A tool that calls a function. Made by `@tool`; calling it calls the function."""
+    """A tool that calls a function. Made by `@tool`; calling it calls the function.
+
+    `class_name` in a config file may name it, here and in verl.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,16 @@ class FunctionTool(BaseTool[dict[str, Any]]):
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+        # verl's registry makes a tool by calling whatever `class_name` names, with these two.
+        if args or kwargs.keys() != _MADE_OF or inspect.signature(self.function).parameters.keys() >= _MADE_OF:
+            return self.function(*args, **kwargs)
+        return self.configured(**kwargs)
+
+    def configured(self, config: dict[str, Any], tool_schema: Any = None) -> FunctionTool:
+        """The same function as a tool of a config file's entry. A function takes no settings."""
+        if unknown := ", ".join(repr(key) for key in sorted(map(str, config.keys() - {"type"}))):
+            raise ConfigError(f"config has {unknown}, but a function takes no settings: remove them.")
+        return self.copy(tool_schema)
 
     def copy(self, tool_schema: Any = None) -> FunctionTool:
         """The same function as a tool of its own, with no instances yet; with another schema, if one is given."""

@@ -64,12 +64,10 @@ def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool
     """
     path = Path(tools_config_file)
     tools: dict[str, tuple[BaseTool[Any], str]] = {}
-    for number, raw in enumerate(_read_entries(path), start=1):
-        where = f"{path}, tool {number}"
-        if isinstance(raw, dict) and "class_name" in raw:
-            where += f" ({raw['class_name']})"
+    for number, entry in enumerate(read_entries(path), start=1):
+        where = _where(path, number, entry.class_name)
         try:
-            tool = _build(_read_entry(raw))
+            tool = build(entry)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if tool.name in tools:
@@ -81,7 +79,23 @@ def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool
     return [tool for tool, _ in tools.values()]
 
 
-def _read_entries(path: Path) -> list[Any]:
+def read_entries(tools_config_file: str | Path) -> list[ToolEntry]:
+    """What stands in a config file, checked; nothing of it is made yet."""
+    path, entries = Path(tools_config_file), []
+    for number, raw in enumerate(_read_list(path), start=1):
+        try:
+            entries.append(ToolEntry.model_validate(raw))
+        except ValidationError as error:
+            where = _where(path, number, raw.get("class_name") if isinstance(raw, dict) else None)
+            raise ConfigError(f"{where}: {explain(error, ToolEntry.model_fields)}.") from error
+    return entries
+
+
+def _where(path: Path, number: int, class_name: Any) -> str:
+    return f"{path}, tool {number}" + (f" ({class_name})" if class_name is not None else "")
+
+
+def _read_list(path: Path) -> list[Any]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path, **_ANY_SIZE), resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
@@ -100,22 +114,14 @@ def _read_entries(path: Path) -> list[Any]:
     return entries
 
 
-def _read_entry(raw: Any) -> ToolEntry:
-    try:
-        return ToolEntry.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(f"{explain(error, ToolEntry.model_fields)}.") from error
-
-
-def _build(entry: ToolEntry) -> BaseTool[Any]:
+def build(entry: ToolEntry) -> BaseTool[Any]:
+    """The tool that an entry describes."""
     kind = entry.config.get("type", "native")
     if kind != "native":
         raise ConfigError(f"config.type is {kind!r}; only 'native' is known.")
     found = import_by_name(ALIASES.get(entry.class_name, entry.class_name))
     if isinstance(found, FunctionTool):
-        if unknown := entry.config.keys() - {"type"}:
-            raise ConfigError(f"config has {_list(unknown)}, but a function takes no settings: remove them.")
-        return found.copy(entry.tool_schema)
+        return found.configured(entry.config, entry.tool_schema)
     if not (isinstance(found, type) and issubclass(found, BaseTool)):
         remedy = (
             "put @tool on it" if callable(found) and not isinstance(found, type) else "derive it from toolroll.BaseTool"

@@ -108,7 +108,8 @@ class Cgroups:
             cgroup = self._spare.pop()
             try:
                 cgroup.set_memory(memory)
-            except OSError:  # what its last program used is still charged to it
+                cgroup.memory_kills()
+            except OSError:  # what its last program used is still charged to it; or somebody has cleared it away
                 cgroup.remove()
                 continue
             return cgroup

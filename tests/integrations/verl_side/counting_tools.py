@@ -1,0 +1,64 @@
+"""The tools of the example, which count the lives of their instances."""
+
+from collections import Counter
+from typing import Any
+
+from toolroll import SandboxFusionTool, ToolResponse, tool
+from toolroll.tools.gsm8k_tool import Gsm8kTool
+
+seen: Counter[str] = Counter()
+rewarded: Counter[str] = Counter()
+alive: set[str] = set()
+
+
+class _Counted:
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        made = await super().create(instance_id, **kwargs)  # type: ignore[misc]
+        seen["created"] += 1
+        alive.add(made[0])
+        return made
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        rewarded[instance_id] += 1
+        return await super().calc_reward(instance_id, **kwargs)  # type: ignore[misc]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await super().release(instance_id, **kwargs)  # type: ignore[misc]
+        seen["released"] += 1
+        alive.discard(instance_id)
+
+
+class CountedInterpreter(_Counted, SandboxFusionTool):
+    """The code interpreter."""
+
+
+class CountedGsm8k(_Counted, Gsm8kTool):
+    """The check of answers, which asks itself for the reward at each call."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        result = await super().execute(instance_id, parameters, **kwargs)
+        rewarded[instance_id] -= 1
+        return result
+
+
+@tool
+def shout(text: str, times: int = 1) -> str:
+    """Say something loudly.
+
+    Args:
+        text: What.
+        times: How often.
+    """
+    return " ".join([text.upper()] * times)
+
+
+def told(worker: Any = None) -> dict[str, Any]:
+    """What this process's tools have seen."""
+    once = sum(times == 1 for times in rewarded.values())
+    return {**seen, "alive": len(alive), "rewarded_once": once, "rewarded_more": sum(n > 1 for n in rewarded.values())}
+
+
+def reset(worker: Any = None) -> None:
+    """Count anew."""
+    for counted in (seen, rewarded, alive):
+        counted.clear()
