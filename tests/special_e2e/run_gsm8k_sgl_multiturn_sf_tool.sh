@@ -5,7 +5,7 @@
 #   TOOLROLL_GSM8K=gsm8k/test.jsonl tests/special_e2e/run_gsm8k_sgl_multiturn_sf_tool.sh
 #
 # Without TOOLROLL_GSM8K, the questions of examples/verl_gsm8k are taken. `python` (or PYTHON) must have
-# toolroll[rollout,sandbox,records,view]; tmux must be there.
+# toolroll[ray,rollout,sandbox,records,viewer]; tmux must be there.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$here/../..
