@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any, Self
 
 import ray
+from ray.exceptions import RayError
 
 from toolroll.rollout.board import WorkBoard
-from toolroll.rollout.crew import Crew, actor_here, number_of_nodes
+from toolroll.rollout.crew import Crew, WorkersFailed, actor_here, last_line, number_of_nodes
 from toolroll.rollout.dispatch import Key, Piece
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.trajectory import Trajectory
@@ -161,6 +162,8 @@ class RolloutWorkers:
             if not collecting.done():
                 self._working.result()
             return await collecting
+        except RayError as error:  # what has ended and wasn't collected yet is gone with it
+            raise WorkersFailed(f"The process that hands out the work died: {last_line(error)}") from error
         finally:
             collecting.cancel()
 
