@@ -93,13 +93,19 @@ def _ids(trainer: Any) -> list[list[int]]:
 def trainer_for(tokenizer: Any, **more: Any) -> Any:
     """TRL's trainer, with a model that nobody asks."""
     from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
+    made: Any = AutoModelForCausalLM
     return GRPOTrainer(
-        model=LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size)),
+        model=made.from_config(LlamaConfig(vocab_size=len(tokenizer), **size)),
         processing_class=tokenizer,
         args=GRPOConfig(output_dir=tempfile.mkdtemp(), **settings),
         train_dataset=Dataset.from_list([{"prompt": QUESTION}]),

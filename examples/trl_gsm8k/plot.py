@@ -1,4 +1,7 @@
-"""Reward and tool calls of a run, step by step: `python plot.py out/dumps curve.png`. Needs `pip install '.[records]'`."""
+"""Reward and tool calls of a run, step by step, as a picture. It needs `pip install '.[records]'`.
+
+python plot.py out/dumps curve.png
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,6 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        bf16=False,  # slow on a CPU
     )
     trainer = GRPOTrainer(
         model=given.model,

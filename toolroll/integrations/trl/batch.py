@@ -31,9 +31,7 @@ def why_left_out(trajectory: Trajectory) -> str | None:
     return None
 
 
-def batch_of(
-    trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]], *, filler: int
-) -> dict[str, Any]:
+def batch_of(trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]], *, filler: int) -> dict[str, Any]:
     """The keys that TRL asks for, and `toolroll` and `trajectory` for the reward functions."""
     kept = [one["left_out"] is None for one in fields]
     rows = [_row(one, keep=keep, filler=filler) for one, keep in zip(trajectories, kept, strict=True)]

@@ -4,8 +4,9 @@ TRL calls it with the prompts of a batch and the trainer, and waits. It promises
 
 - Rows come back in the order of the prompts, whichever trajectory ended first. Groups are TRL's own: as many rows in
   a row as it samples per prompt, over all processes.
-- Temperature, top_p and the like, the length of a completion and the template's settings are the trainer's, so that the log-probabilities are
-  of the distribution that TRL computes its own of. Where an engine's can't be, it is refused before anything is sampled.
+- Temperature, top_p and the like, the length of a completion and the template's settings are the trainer's, so that
+  the log-probabilities are of the distribution that TRL computes its own of. Where an engine's can't be, it is refused
+  before anything is sampled.
 - Before anything is sampled the engine has the trainer's weights (weights.py).
 - Nothing is in flight when it returns.
 """
