@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -84,6 +85,7 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        use_cpu=not torch.cuda.is_available(),
     )
     trainer = GRPOTrainer(
         model=given.model,

@@ -27,7 +27,11 @@ def run(program: Path, *arguments: str | Path, folder: Path) -> str:
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(Path(toolroll.__file__).parent)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTEST", "PYTHON"))}
-    added = {"PYTHONPATH": str(link.parent), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    added = {
+        "PYTHONPATH": f"{link.parent}{os.pathsep}{ROOT / 'tests'}",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     done = subprocess.run(
         [python(), "-P", program, *arguments],
         env={**kept, **added, "HF_DATASETS_CACHE": str(folder / "datasets"), "OMP_NUM_THREADS": "1"},

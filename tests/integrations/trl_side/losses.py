@@ -1,7 +1,7 @@
 """What TRL's own trainer learns from a batch, with and without a sample that the infrastructure damaged.
 
-Run in TRL's environment: `python losses.py MODEL RESULT`, with the directory of a model whose tokenizer is taken. Each
-case is one step of plain gradient descent by a small model; what it learnt is the difference of its weights.
+Run in TRL's environment: `python losses.py RESULT`. Each case is one step of plain gradient descent by a small model;
+what it learnt is the difference of its weights.
 """
 
 import json
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from rollout import small_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from toolroll import InfraFault, Trajectory, tool
@@ -86,7 +87,11 @@ def learnt(tokenizer: Any, said: Sequence[str], functions: Any, loss_type: str, 
         train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 4),
         reward_funcs=functions,
         rollout_func=rollout_func(
-            engine=Speaker(tokenizer, said), tools=[broken], rewards=worth, limits={"max_assistant_turns": 2}
+            engine=Speaker(tokenizer, said),
+            tools=[broken],
+            rewards=worth,
+            limits={"max_assistant_turns": 2},
+            model_format="chatml",
         ),
     )
     trainer.train()
@@ -94,17 +99,19 @@ def learnt(tokenizer: Any, said: Sequence[str], functions: Any, loss_type: str, 
     return after - before, trainer.state.log_history[0]
 
 
-def main(model_dir: str, result: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+def main(result: str) -> None:
+    tokenizer = small_tokenizer.make(chat_template=small_tokenizer.CHATML_TEMPLATE)
     unmarked = lambda *, toolroll, **_: [fields["reward"] or 0.0 for fields in toolroll]  # noqa: E731
     unmarked.__name__ = "zero_for_the_damaged"
     seen = {}
     for name, loss_type, functions, settings in [
         ("dapo", "dapo", trajectory_reward, {}),
         ("bnpo", "bnpo", trajectory_reward, {}),
+        ("cispo", "cispo", trajectory_reward, {}),
+        ("vespo", "vespo", trajectory_reward, {}),
         ("by batch", "dapo", trajectory_reward, {"scale_rewards": "batch"}),
         ("two functions", "dapo", [trajectory_reward, long_winded], {}),
-        ("grpo", "grpo", trajectory_reward, {}),
+        *((name, name, trajectory_reward, {}) for name in ("grpo", "dr_grpo", "sapo", "luspo")),
         ("zero in place of None", "dapo", unmarked, {}),
     ]:
         without, log = learnt(tokenizer, SAID, functions, loss_type, **settings)
