@@ -1,14 +1,20 @@
 """The parts of the TRL integration, with a trainer that does nothing but be asked."""
 
+import ast
 import asyncio
+import importlib
+import inspect
 import itertools
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import doc_page
 import pytest
 from rollout import small_tokenizer
 from rollout.fake_servers import serving
@@ -249,6 +255,26 @@ def test_trl_sees_to_the_weights_of_vllm_itself(make: Any, tokenizer: Any) -> No
     assert "stale_tokens" not in metrics_of(made["toolroll"])
 
 
+def test_what_is_under_way_is_paused_and_goes_on_by_the_new_weights(make: Any, tokenizer: Any, tmp_path: Path) -> None:
+    said = [*tokenizer.encode("This is a long answer, in many words. " * 4), tokenizer.eos_token_id]
+    engine = Engine([said], seconds_per_token=0.02)
+    trainer, rollout = trainer_of(tokenizer), make(engine=engine, weights_dir=tmp_path)
+    batches: list[Any] = []
+    sampling = threading.Thread(target=lambda: batches.append(rollout([question(2)] * 2, trainer)))
+    sampling.start()
+    while len(engine.running) < 2:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    trainer.state.global_step = 1
+    trainer.callbacks[0].on_train_end(None, None, None)
+    sampling.join(30)
+    [made] = batches
+    for ids, fields in zip(made["completion_ids"], made["toolroll"], strict=True):
+        assert ids == said
+        assert fields["weights"].keys() == {"step-0", "step-1"}
+        assert 0 < fields["stale_tokens"] == fields["weights"]["step-1"], "it isn't silent"
+
+
 async def test_a_server_that_loads_nothing_is_said_to(tmp_path: Path) -> None:
     from aiohttp import web
 
@@ -325,6 +351,25 @@ def test_tools_kwargs_reach_the_tools(make: Any, tokenizer: Any) -> None:
     trainer = trainer_of(tokenizer, [{"prompt": question(2), "tools_kwargs": kwargs}])
     made = make()([question(2)] * 2, trainer)
     assert trajectory_reward(toolroll=made["toolroll"]) == [5.5, 5.5]
+
+
+def test_what_the_page_says_is_there(root: Path) -> None:
+    page = (root / "docs" / "trl.md").read_text()
+    blocks = [ast.parse(body) for kind, _, body in doc_page.BLOCK.findall(page) if kind == "python"]
+    nodes = [node for block in blocks for node in ast.walk(block)]
+    imported = [
+        (node.module, name.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("toolroll")
+        for name in node.names
+    ]
+    assert len(imported) > 4
+    assert all(hasattr(importlib.import_module(str(module)), name) for module, name in imported)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "rollout_func"]
+    known = inspect.signature(rollout_func).parameters
+    assert calls
+    assert all(keyword.arg in known for node in calls for keyword in node.keywords)
+    assert all(f"| `{name}` |" in page for name in known), "every argument is explained"
 
 
 def test_importing_it_pulls_nothing_heavy() -> None:

@@ -100,9 +100,9 @@ class TrainerRollout:
         if training and self._writer is not None:
             thread.run(self._writer.write_all(trajectories, step + 1))
         fields = [fields_of(one, why_left_out(one)) for one in trajectories]
-        self._count_stale(fields, trainer)
+        self._count_stale(fields, step, trainer)
         self._warn_of(fields, trainer)
-        return batch_of(trajectories, fields, filler=trainer.processing_class.eos_token_id or 0)
+        return batch_of(trajectories, fields, filler=_tokenizer(trainer).eos_token_id or 0)
 
     def close(self) -> None:
         """Close the engine's connections and the records. It isn't needed where the process ends anyway."""
@@ -123,7 +123,7 @@ class TrainerRollout:
         self._rollout = Rollout(
             engine=self._engine,
             tools=self._tools,
-            tokenizer=trainer.processing_class,
+            tokenizer=_tokenizer(trainer),
             model_format=self._model_format,
             chat_template_kwargs=trainer.chat_template_kwargs,
             limits=limits_of(self._limits, trainer.args),
@@ -166,9 +166,8 @@ class TrainerRollout:
 
         trainer.add_callback(BringsTheLast())
 
-    def _count_stale(self, fields: Sequence[dict[str, Any]], trainer: Any) -> None:
+    def _count_stale(self, fields: Sequence[dict[str, Any]], step: int, trainer: Any) -> None:
         judged = self._brings_weights or not getattr(trainer, "use_vllm", False)  # TRL sees to vLLM's itself
-        step = trainer.state.global_step
         for one in fields:
             one["stale_tokens"] = self._weights.stale(one["weights"], step) if judged else None
         stale = sum(one["stale_tokens"] or 0 for one in fields)
@@ -216,6 +215,11 @@ class TrainerRollout:
                 "share of those left out. With 'dapo' or 'bnpo' it isn't.",
                 loss,
             )
+
+
+def _tokenizer(trainer: Any) -> Any:
+    """The trainer's, which may be within a processor."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
 async def _all(rollout: Rollout, asked: Sequence[tuple[Prompt, int]]) -> list[Trajectory]:
