@@ -48,7 +48,7 @@ def right(trajectory: Trajectory) -> float:
     """Half for a call that ran, and one for the right answer after it."""
     ran = any(call.fault is None for call in trajectory.calls)
     numbers = re.findall(r"-?\d+", str(trajectory.messages[-1].content).replace(",", ""))
-    return 0.5 * ran + float(ran and numbers[-1:] == [trajectory.extra["answer"]])
+    return 0.5 * ran + float(ran and numbers[-1:] == [trajectory.extra["ground_truth"]])
 
 
 def main() -> None:

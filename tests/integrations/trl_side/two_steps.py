@@ -1,7 +1,8 @@
 """examples/trl_gsm8k/train.py as it stands, with somebody who looks on.
 
-Run in TRL's environment: `python two_steps.py TRAIN.PY RESULT ARGUMENTS…`. At a temperature other than 1, so that it
-shows which log-probabilities are compared with which.
+Run in TRL's environment: `python two_steps.py TRAIN.PY RESULT ARGUMENTS…`. Two things differ: the temperature isn't 1,
+so that it shows which log-probabilities are compared with which; and rewards differ a little by length, since samples
+that are worth the same, as happens with so few, have no gradient.
 """
 
 import importlib.util
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
-TEMPERATURE = 1.3
+TEMPERATURE = 0.7
 seen: dict[str, Any] = {"ratios": []}
 
 
@@ -49,6 +50,8 @@ def main(train_py: str, result: str, *arguments: str) -> None:
     spec.loader.exec_module(train)
     train.GRPOTrainer = Watched
     train.GRPOConfig = partial(GRPOConfig, temperature=TEMPERATURE)
+    worth = train.right
+    train.right = lambda trajectory: worth(trajectory) - 0.001 * sum(trajectory.tokens.mask)
     sys.argv = [train_py, *arguments]
     train.main()
     trainer, before = seen.pop("trainer"), seen.pop("before")
