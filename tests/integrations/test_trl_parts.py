@@ -25,7 +25,7 @@ from toolroll.errors import ConfigError, EngineUnavailable
 from toolroll.integrations.trl import TrainerRollout, rollout_func, scored, trajectory_reward
 from toolroll.integrations.trl.reward import metrics_of
 from toolroll.integrations.trl.rows import Rows
-from toolroll.integrations.trl.trainer_rollout import limits_of, sampling_params_of
+from toolroll.integrations.trl.settings import limits_of, sampling_params_of
 from toolroll.records.reader import read
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
