@@ -37,12 +37,13 @@ def main(dumps: str, picture: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for name, curve in curves(dumps).items():
         axes.plot(list(curve), list(curve.values()), marker="o", markersize=3, label=name)
     axes.set(xlabel="step", ylim=(0, 1.55), title="GRPO by TRL, SmolLM2-135M-Instruct with the code interpreter")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(picture, dpi=110)
