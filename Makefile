@@ -27,6 +27,7 @@ bench:
 	$(BIN)python benchmarks/rollout.py --quick --json
 	$(BIN)python benchmarks/records.py --quick --json
 	$(BIN)python benchmarks/cluster.py --quick --json
+	$(BIN)python benchmarks/trl.py --quick --json
 
 build:
 	$(BIN)python -m build

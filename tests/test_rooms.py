@@ -45,3 +45,12 @@ def test_rooms_import_from_the_floors_below_only() -> None:
             assert FLOORS[other] < FLOORS[room] or (room, other) in BESIDE, (
                 f"{path.relative_to(PACKAGE)} imports from {other}"
             )
+
+
+def test_no_trainer_s_integration_knows_of_another_s() -> None:
+    rooms = [path for path in (PACKAGE / "integrations").iterdir() if (path / "__init__.py").exists()]
+    assert rooms
+    for path in (PACKAGE / "integrations").rglob("*.py"):
+        others = [room.name for room in rooms if room not in path.parents]
+        text = path.read_text()
+        assert not [name for name in others if f"toolroll.integrations.{name}" in text], path.relative_to(PACKAGE)

@@ -72,8 +72,9 @@ class Generation:
 class TokenEngine(Protocol):
     """Ids in, ids out.
 
-    It may have more: `abort_many(request_ids)`, where many are stopped with less than one by one; and
-    `context_length()`, how many ids a prompt and its answer may have together, so that no more is asked for.
+    It may have more: `abort_many(request_ids)`, where many are stopped with less than one by one;
+    `context_length()`, how many ids a prompt and its answer may have together, so that no more is asked for; and
+    `update_weights(model_path, version)`, by which a trainer gives it new weights from a directory.
     """
 
     logprobs_of: Literal["scaled", "raw"]

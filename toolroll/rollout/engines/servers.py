@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from toolroll.errors import ConfigError
+from toolroll.errors import ConfigError, EngineUnavailable
 from toolroll.rollout.engines.call import Aborted, Call, Notice
 from toolroll.rollout.engines.engine import Finish, Generation, Timings
 from toolroll.rollout.engines.pool import Pool
@@ -163,6 +163,22 @@ class Servers:
                 return False
 
         return dict(zip(self.urls, await asyncio.gather(*map(one, self.urls)), strict=True))
+
+    async def tell_all(self, path: str, body: dict[str, Any], *, within: float) -> None:
+        """Have every server do something, in so many seconds. Raises for the first that didn't, after all answered."""
+        pool = await self.pool()
+
+        async def one(url: str) -> str | None:
+            try:
+                async with asyncio.timeout(within), pool.session.post(url + path, data=orjson.dumps(body)) as answer:
+                    said = await answer.text(errors="replace")
+                    return None if answer.status == 200 else f"{url}{path} answered {answer.status}: {said:.500}"
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+                return f"{url}{path}: no answer within {within:g} s: {type(error).__name__} {error}"
+
+        failed = [said for said in await asyncio.gather(*map(one, self.urls)) if said is not None]
+        if failed:
+            raise EngineUnavailable(f"{failed[0]} ({len(failed)} of {len(self.urls)} servers). Is it up?")
 
     async def pool(self) -> Pool:
         """This event loop's connections."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
+from os import PathLike, fspath
 from typing import Any, Literal, Self, TypeVar
 
 from toolroll.errors import EngineRefused
@@ -23,6 +24,9 @@ from toolroll.rollout.engines.servers import MAX_CONNECTIONS, Servers, by, timin
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+UPDATE_TIME = 1800.0
+"""Seconds in which a server loads weights: hundreds of gigabytes from a shared disk take minutes."""
 
 
 class SGLangEngine:
@@ -91,6 +95,15 @@ class SGLangEngine:
     async def abort_all(self) -> None:
         """Stop whatever the servers run, for others too: before new weights, say."""
         await self._servers.abort_all(("/abort_request", {"abort_all": True}))
+
+    async def update_weights(self, model_path: str | PathLike[str], version: str) -> None:
+        """Have every server load weights from a directory, which each must see under this path.
+
+        What is sampled from then on carries the version. Raises EngineUnavailable where a server didn't load them; the
+        others have them then. Calls that are under way go on, by the new weights: pause the rollout before.
+        """
+        body = {"model_path": fspath(model_path), "weight_version": version}
+        await self._servers.tell_all("/update_weights_from_disk", body, within=UPDATE_TIME)
 
     async def health(self) -> dict[str, bool]:
         """Which of the servers can sample, by their URLs. It takes seconds: each samples a token."""
