@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from toolroll.rollout.reward import RewardRule
     from toolroll.rollout.rollout import Rollout
     from toolroll.rollout.trajectory import Trajectory
-    from toolroll.rollout.workers import RolloutWorkers
     from toolroll.sandbox.client import SandboxClient
     from toolroll.schemas import Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
     from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
@@ -29,7 +28,6 @@ _HOME = {
     "toolroll.rollout.reward": ["RewardRule"],
     "toolroll.rollout.rollout": ["Rollout"],
     "toolroll.rollout.trajectory": ["Trajectory"],
-    "toolroll.rollout.workers": ["RolloutWorkers"],
     "toolroll.sandbox.client": ["SandboxClient"],
     "toolroll.schemas": ["Message", "OpenAIFunctionToolSchema", "ToolCall", "ToolResponse"],
     "toolroll.tools.base_tool": ["BaseTool", "ToolResult", "ToolSettings"],
@@ -54,7 +52,6 @@ __all__ = [
     "PolicyFault",
     "RewardRule",
     "Rollout",
-    "RolloutWorkers",
     "SandboxClient",
     "SandboxFusionTool",
     "ToolCall",

@@ -1,28 +1,50 @@
 """The limits on all processes of a program together."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 
 from toolroll.sandbox.server.cgroup import Cgroups
 
 
-@pytest.mark.parametrize("looked_at", [True, False])
-def test_a_spare_one_that_somebody_cleared_away_is_made_anew(looked_at: bool) -> None:
-    """As a server in a container beside this one does, which sees its cgroups and not its process."""
-    cgroups = Cgroups.find(processes=8, keep=2)
-    if cgroups is None:
+@pytest.fixture
+def cgroups() -> Iterator[Cgroups]:
+    found = Cgroups.find(processes=8, keep=2)
+    if found is None:
         pytest.skip("there are no cgroups here")
-    try:
-        cgroups.close()
-        spare = cgroups.take(1 << 28)
-        if looked_at:
-            assert spare.memory_kills() == 0
-        cgroups.give_back(spare)
-        for directory in spare.directories:
-            directory.rmdir()
-        taken = cgroups.take(1 << 28)
-        assert taken.directories != spare.directories
-        assert all(directory.exists() for directory in taken.directories)
-        assert taken.memory_kills() == 0
-        cgroups.give_back(taken)
-    finally:
-        cgroups.close()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_spare_one_that_somebody_cleared_away_is_made_anew(cgroups: Cgroups, looked_at: bool) -> None:
+    cgroups.close()
+    spare = cgroups.take(1 << 28)
+    if looked_at:
+        assert spare.memory_kills() == 0
+    cgroups.give_back(spare)
+    for directory in spare.directories:
+        directory.rmdir()
+    taken = cgroups.take(1 << 28)
+    assert taken.directories != spare.directories
+    assert all(directory.exists() for directory in taken.directories)
+    assert taken.memory_kills() == 0
+    cgroups.give_back(taken)
+
+
+def test_a_server_in_a_container_beside_this_one_clears_away_what_is_nobodys_only(cgroups: Cgroups) -> None:
+    """It sees these cgroups, and not the process that they belong to."""
+    ours = cgroups.take(1 << 28)
+    left_behind = cgroups.take(1 << 28)
+    for descriptor in left_behind.held:  # as if the process that made it had been killed
+        os.close(descriptor)
+    left_behind.held = []
+    beginning = "from toolroll.sandbox.server.cgroup import Cgroups; Cgroups.find(processes=8, keep=2).close()"
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    subprocess.run([*alone, sys.executable, "-c", beginning], check=True, timeout=60)
+    assert all(directory.exists() for directory in ours.directories)
+    assert not any(directory.exists() for directory in left_behind.directories)
+    cgroups.give_back(ours)

@@ -185,6 +185,7 @@ async def test_of_a_long_traceback_the_end_is_shown(tool: SandboxFusionTool) -> 
     assert len(said) < 4100
 
 
+@pytest.mark.alone
 async def test_a_program_out_of_time_with_its_output_so_far(sandbox_url: str) -> None:
     tool = SandboxFusionTool({"sandbox_fusion_url": sandbox_url, "default_timeout": 0.5})
     result = await call(tool, "print('so far', flush=True)\nwhile True:\n    pass")
@@ -246,6 +247,7 @@ async def test_the_row_of_the_data_set_may_say_more(tool: SandboxFusionTool) -> 
 # What the model may choose
 
 
+@pytest.mark.alone
 async def test_language_and_time_where_the_schema_offers_them(sandbox_url: str) -> None:
     config = {"sandbox_fusion_url": sandbox_url, "default_timeout": 1}
     open_tool = with_schema(config, language={"type": "string"}, timeout={"type": "number"})
@@ -498,6 +500,7 @@ async def test_an_endless_program_is_the_models_fault_however_near_the_deadline_
     assert str(result.response.text).endswith("it took longer than 3 s.]"), "what it really had"
 
 
+@pytest.mark.alone
 async def test_time_that_the_wait_for_a_slot_took_is_not_the_models_fault(sandbox_url: str) -> None:
     tool = SandboxFusionTool({"sandbox_fusion_url": sandbox_url, "rate_limit": 1, "default_timeout": 3})
     first = asyncio.create_task(call(tool, "import time; time.sleep(2)"))

@@ -2,15 +2,18 @@
 
 A cgroup is made for a program that needs one and used again when it is empty. Version 2 where the server was given a
 part of the tree with the memory controller (systemd: `Delegate=yes`), else version 1, else none: `Cgroups.find` says
-which. What a server that was killed has left behind is cleared away by the next one.
+which. What a server that was killed has left behind is cleared away by the next one: its directories are those that
+nobody holds a lock on. (A server in another container sees them, and not the process that they belong to.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +32,8 @@ class Cgroup:
     version: int
     descriptors: list[int] = field(default_factory=list)
     """Files that a process writes "0" to, to enter. Opened here, so that it needs no right of its own to."""
+    held: list[int] = field(default_factory=list)
+    """The directories, open and locked."""
     limit: int = -1
     _events: int = -1
 
@@ -67,6 +72,9 @@ class Cgroup:
         for directory in self.directories:
             with contextlib.suppress(OSError):
                 directory.rmdir()
+        for descriptor in self.held:
+            os.close(descriptor)
+        self.held = []
 
 
 class Cgroups:
@@ -79,6 +87,7 @@ class Cgroups:
         self.processes = processes
         self.keep = keep
         self._spare: list[Cgroup] = []
+        self._name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self._made = 0
 
     @classmethod
@@ -132,22 +141,50 @@ class Cgroups:
 
     def _make(self) -> Cgroup:
         self._made += 1
-        name = f"{_PREFIX}{os.getpid()}-{self._made}"
+        name = f"{self._name}-{self._made}"
         directories = list(dict.fromkeys(parent / name for parent in self.parents.values()))
-        for directory in directories:
-            directory.mkdir()
-        (self.parents["pids"] / name / "pids.max").write_text(str(self.processes))
         cgroup = Cgroup(self.parents["memory"] / name, directories, self.version)
+        try:
+            for directory in directories:
+                directory.mkdir()
+                cgroup.held.append(_hold(directory))
+        except _NotOurs:  # a server that is just beginning took it for one that was left behind
+            cgroup.remove()
+            return self._make()
+        (self.parents["pids"] / name / "pids.max").write_text(str(self.processes))
         cgroup.descriptors = [os.open(directory / "cgroup.procs", os.O_WRONLY) for directory in directories]
         return cgroup
 
     def _clear_away(self) -> None:
         for parent in dict.fromkeys(self.parents.values()):
             for left in parent.glob(f"{_PREFIX}*-*"):
-                pid = left.name.removeprefix(_PREFIX).partition("-")[0]
-                if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
-                    with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, _NotOurs):
+                    held = _hold(left)
+                    try:
                         left.rmdir()
+                    finally:
+                        os.close(held)
+
+
+class _NotOurs(Exception):
+    """Somebody else holds the directory, or has removed it."""
+
+
+def _hold(directory: Path) -> int:
+    """Open a directory and lock it. The lock ends with the process, if not before."""
+    try:
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _NotOurs from None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        raise _NotOurs from None
+    if not directory.exists():
+        os.close(opened)
+        raise _NotOurs
+    return opened
 
 
 def _own() -> dict[str, str]:
