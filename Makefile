@@ -16,7 +16,7 @@ check:
 
 # First what can run side by side, then what can't: `pytest` alone runs all of it, one after another.
 test:
-	$(BIN)pytest --numprocesses 2 -m 'not alone'
+	$(BIN)pytest --numprocesses 2 --no-loadscope-reorder -m 'not alone'
 	$(BIN)pytest -m alone
 
 bench:

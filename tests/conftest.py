@@ -38,6 +38,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByWhatTheyShare(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes comes first, so that no process waits for another at the end."""
+    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests/special_e2e"))
+    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests/integrations"))
+
+
 @functools.cache
 def _dear(file: Path) -> str | None:
     """What the tests of a file share with those of others."""

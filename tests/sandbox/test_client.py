@@ -28,6 +28,7 @@ from toolroll.sandbox import protocol
 from toolroll.sandbox.client import SandboxClient, run_code
 from toolroll.sandbox.execution import Execution, Notebook, Outcome
 
+pytestmark = pytest.mark.alone
 SLACK = 0.15
 """Seconds over the deadline that are put down to a noisy machine."""
 SANDBOX_ERROR = {"status": "SandboxError", "message": "no cgroup left"}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.alone
 def test_gsm8k_sgl_multiturn_sf_tool(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything real: sandbox, engine and weights, two Ray nodes, the viewer in a terminal."""
     script = root / "tests/special_e2e/run_gsm8k_sgl_multiturn_sf_tool.sh"
