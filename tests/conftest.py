@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from real_engine import RealEngine
 
 ROOT = Path(__file__).parent.parent
+SAID = "said"
 
 # The machines are shared and noisy: a slow example is no failure.
 settings.register_profile("default", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
@@ -49,6 +50,25 @@ def _dear(file: Path) -> str | None:
     """What the tests of a file share with those of others."""
     text = file.read_text()
     return next((name for name in ("sglang", "cluster") if f"{name}: " in text or f'"{name}"' in text), None)
+
+
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Have a figure stand in the report, whichever process it was measured in."""
+    return lambda text: record_property(SAID, text)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    said = [
+        (report.nodeid, text)
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        for name, text in report.user_properties
+        if name == SAID and report.when == "call"
+    ]
+    if said:
+        terminalreporter.section("figures")
+        for test, text in said:
+            terminalreporter.line(f"{test.rpartition('::')[2]}: {text}")
 
 
 @pytest.fixture

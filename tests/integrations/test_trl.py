@@ -5,6 +5,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,8 @@ def test_the_tools_ran_in_the_sandbox_and_groups_are_whole(trained: dict[str, An
         assert sum(scores) / len(scores) == pytest.approx(reward, abs=1e-4)  # type: ignore[arg-type]
 
 
-def test_the_log_probabilities_are_those_that_trl_computes(
-    trained: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with capsys.disabled():
-        print(f"\nTRL's over the engine's probabilities, at T = 0.7: {trained['ratios']}")
+def test_the_log_probabilities_are_those_that_trl_computes(trained: dict[str, Any], say: Callable[[str], None]) -> None:
+    say(f"TRL's over the engine's probabilities, at T = 0.7: {trained['ratios']}")
     for ratio in trained["ratios"]:
         assert ratio["tokens"] > 50
         assert ratio["mean"] == pytest.approx(1.0, abs=0.05), "bfloat16 gives some hundredths"

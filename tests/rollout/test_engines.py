@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -101,9 +101,7 @@ async def test_the_length_ends_it(sglang: RealEngine, engine: SGLangEngine) -> N
     assert (generation.finish, len(generation.ids)) == (Finish.LENGTH, 7)
 
 
-async def test_score_and_sampling_agree(
-    sglang: RealEngine, engine: SGLangEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_score_and_sampling_agree(sglang: RealEngine, engine: SGLangEngine, say: Callable[[str], None]) -> None:
     """Token by token in a batch, and in one piece: as near as bfloat16 lets them."""
     asked = [await prompt(sglang, "Tell a story.") for _ in range(8)]
     sampling = {"temperature": 1, "max_new_tokens": 48, "ignore_eos": True}
@@ -114,8 +112,7 @@ async def test_score_and_sampling_agree(
         assert generation.logprobs is not None
         apart += [abs(a - b) for a, b in zip(generation.logprobs, scores, strict=True)]
     mean, most = sum(apart) / len(apart), max(apart)
-    with capsys.disabled():
-        print(f"\n|sampled − scored| over {len(apart)} tokens: mean {mean:.4f}, max {most:.4f}")
+    say(f"|sampled − scored| over {len(apart)} tokens: mean {mean:.4f}, max {most:.4f}")
     assert mean < 0.1
     assert most < 0.5
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -77,7 +78,7 @@ def drifted(trajectory: Trajectory, rendering: Rendering, tools: list[dict[str, 
 
 
 async def test_trajectories_of_a_real_model_score_as_they_were_sampled(
-    sglang: RealEngine, rendering: Rendering, sandbox_url: str, capsys: pytest.CaptureFixture[str]
+    sglang: RealEngine, rendering: Rendering, sandbox_url: str, say: Callable[[str], None]
 ) -> None:
     trajectories = await run(sglang, rendering, sandbox_url, 56, temperature=1.0)
     called = [one for one in trajectories if any(call.fault is None for call in one.calls)]
@@ -98,11 +99,10 @@ async def test_trajectories_of_a_real_model_score_as_they_were_sampled(
             differences += [abs(a - b) for a, b, by_model in zip(scored, sampled, mask, strict=True) if by_model]
     mean, most = statistics.mean(differences), max(differences)
     drifts = sum(drifted(one, rendering, tools) for one in trajectories)
-    with capsys.disabled():
-        print(
-            f"\n{len(called)} of {len(trajectories)} trajectories called the tool; |sampled - scored| over "
-            f"{len(differences)} tokens: mean {mean:.4f}, max {most:.3f}; rendered anew, {drifts} would have drifted"
-        )
+    say(
+        f"{len(called)} of {len(trajectories)} trajectories called the tool; |sampled - scored| over "
+        f"{len(differences)} tokens: mean {mean:.4f}, max {most:.3f}; rendered anew, {drifts} would have drifted"
+    )
     assert mean < 0.05, "bfloat16 gives some hundredths"
     assert most < 1.5
 

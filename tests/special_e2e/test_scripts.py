@@ -4,18 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 
-
-def test_gsm8k_sgl_multiturn_sf_tool(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gsm8k_sgl_multiturn_sf_tool(root: Path, say: Callable[[str], None]) -> None:
     """Everything real: sandbox, engine and weights, two Ray nodes, the viewer in a terminal."""
     script = root / "tests/special_e2e/run_gsm8k_sgl_multiturn_sf_tool.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([script], capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-10_000:]
     line = done.stdout.strip().splitlines()[-1]
-    with capsys.disabled():
-        print(f"\n{line}")
+    say(line)
     assert json.loads(line)["trajectories"] == 128
