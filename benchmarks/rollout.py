@@ -40,8 +40,9 @@ from toolroll import BaseTool, ToolResponse, ToolResult
 from toolroll.rollout.engines.engine import Finish, Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
+from toolroll.rollout.formats import load_rendering
 from toolroll.rollout.limits import Limits
-from toolroll.rollout.rendering import Parsed, ParsedCall, Rendering, load_rendering
+from toolroll.rollout.rendering import Parsed, ParsedCall, Rendering
 from toolroll.rollout.rollout import Rollout
 
 BOUNDS: dict[str, Callable[[float], bool]] = {

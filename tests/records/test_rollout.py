@@ -13,7 +13,7 @@ from toolroll.records.reader import read
 from toolroll.records.schema import Line
 from toolroll.records.writer import RecordWriter
 from toolroll.rollout.engines.scripted import ScriptedEngine
-from toolroll.rollout.rendering import load_rendering
+from toolroll.rollout.formats import load_rendering
 
 
 @tool

@@ -6,7 +6,8 @@ import pytest
 
 from rollout import small_tokenizer
 from rollout.scripted_model import Model
-from toolroll.rollout.rendering import Rendering, load_rendering
+from toolroll.rollout.formats import load_rendering
+from toolroll.rollout.rendering import Rendering
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ from real_engine import RealEngine
 from toolroll import SandboxFusionTool
 from toolroll.rollout.engines.openai import OpenAIEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
+from toolroll.rollout.formats import load_rendering
 from toolroll.rollout.limits import Limits
-from toolroll.rollout.rendering import Rendering, load_rendering
+from toolroll.rollout.rendering import Rendering
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import Fidelity, FinishReason, Trajectory

@@ -16,7 +16,8 @@ from rollout.small_tokenizer import CHATML_TEMPLATE, FAMILIES, FAMILY_MARKERS, M
 from rollout.test_chatml import CALL, DEEP, TEMPLATE, TEXTS, TOOLS
 from toolroll.errors import ConfigError, MissingExtra
 from toolroll.rollout.chatml import ChatMLRenderer
-from toolroll.rollout.rendering import Parsed, Rendering, load_rendering
+from toolroll.rollout.formats import load_rendering
+from toolroll.rollout.rendering import Parsed, Rendering
 from toolroll.schemas import FunctionCall, Message, ToolCall
 
 ALL = sorted(set(MODEL_RENDERER_MAP.values()))

@@ -6,7 +6,8 @@ import pytest
 from tokenizers import AddedToken
 
 from rollout.small_tokenizer import CHATML, CHATML_TEMPLATE, make
-from toolroll.rollout.rendering import Rendering, load_rendering
+from toolroll.rollout.formats import load_rendering
+from toolroll.rollout.rendering import Rendering
 from toolroll.schemas import Message
 
 ASKED = "What is it?"

@@ -28,7 +28,7 @@ def make_rollout(seconds_per_token: float = 0.002) -> Rollout:
     """In a worker's process: a scripted engine, whose answers take a fifth of a second."""
     from rollout import small_tokenizer
     from toolroll.rollout.engines.scripted import ScriptedEngine
-    from toolroll.rollout.rendering import load_rendering
+    from toolroll.rollout.formats import load_rendering
 
     tokenizer = small_tokenizer.make(small_tokenizer.CHATML, small_tokenizer.MARKERS)
     rendering = load_rendering(tokenizer, "chatml")

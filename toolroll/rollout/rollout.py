@@ -276,7 +276,7 @@ def _rule(given: RewardRule | RewardFunction | None, tools: Sequence[BaseTool[An
 def _rendering(tokenizer: Any, model_format: str | None, settings: Mapping[str, Any] | None) -> Rendering:
     if tokenizer is None:
         raise ConfigError("A Rollout needs a tokenizer, e.g. tokenizer='path/to/the/model', or a rendering.")
-    from toolroll.rollout.rendering import load_rendering
+    from toolroll.rollout.formats import load_rendering
 
     return load_rendering(tokenizer, model_format, chat_template_kwargs=settings)
 

@@ -35,10 +35,11 @@ from toolroll.integrations.verl.server_engine import ServerEngine
 from toolroll.integrations.verl.settings import AgentSettings, limits_of
 from toolroll.integrations.verl.toolbox import chosen, tools_of
 from toolroll.rollout.collector import rare_full_collections
+from toolroll.rollout.formats import load_rendering
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.loop import RolloutLoop
 from toolroll.rollout.pause import Pause
-from toolroll.rollout.rendering import Rendering, load_rendering
+from toolroll.rollout.rendering import Rendering
 from toolroll.rollout.request import AsyncRolloutRequest
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.token_writer import TokenWriter
