@@ -265,3 +265,5 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert rates[0] == 0.0
     assert rates[40] == pytest.approx(100.0)
     assert rates[100] == 0.0
+    pace.at(status(tokens=0, seconds=1.0))
+    assert pace.at(status(tokens=70, seconds=2.0)).tokens == pytest.approx(70.0), "a board that died begins at 0"

@@ -402,8 +402,10 @@ async def test_a_record_that_cant_be_written_costs_no_sample(tmp_path: Path, cap
     assert "could not be written" in caplog.text
 
 
-async def test_without_a_dump_of_verls_there_are_no_records() -> None:
+async def test_without_a_dump_of_verls_there_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     await Recording(None, str).write(trajectory(stream([1], [2])), step=1)
+    assert not list(tmp_path.iterdir())
 
 
 # Without verl

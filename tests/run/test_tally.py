@@ -16,7 +16,6 @@ from toolroll.records.line import fields_of
 from toolroll.records.record import Record
 from toolroll.rollout.trajectory import Trajectory
 from toolroll.run.pass_at_k import pass_at_k
-from toolroll.run.quantiles import Quantiles
 from toolroll.run.status import Rates, Status, seconds_left
 from toolroll.run.tally import ERRORS, Outcome, Tally
 
@@ -115,17 +114,6 @@ def test_however_many_there_are_it_stays_small() -> None:
     assert len(tally.figures()["errors"]) <= ERRORS + 1
     assert tally.figures()["incomplete_prompts"] == 0
     assert tally.figures()["prompts"] == 10_000
-
-
-@given(numbers=st.lists(st.floats(1e-5, 1e7), min_size=1), part=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]))
-def test_a_quantile_is_within_one_percent_of_the_number_that_is_there(numbers: list[float], part: float) -> None:
-    some = Quantiles()
-    for number in numbers:
-        some.add(number)
-    at = max(0, -int(-part * len(numbers) // 1) - 1)
-    assert some.quantile(part) == pytest.approx(sorted(numbers)[at], rel=0.0101)
-    assert some.most == max(numbers)
-    assert some.mean == pytest.approx(fmean(numbers))
 
 
 @settings(max_examples=50)

@@ -14,7 +14,7 @@ from toolroll.sandbox.server.cgroup import Cgroups
 def cgroups() -> Iterator[Cgroups]:
     found = Cgroups.find(processes=8, keep=2)
     if found is None:
-        pytest.skip("there are no cgroups here")
+        pytest.skip("NOT TESTED: this process may make no cgroups here")
     yield found
     found.close()
 

@@ -29,6 +29,8 @@ class Pace:
 
     def at(self, status: Status) -> Rates:
         """The rates at this moment."""
+        if self._lately and status.seconds < self._lately[-1].seconds:  # a board that died counts from when it is back
+            self._lately.clear()
         self._lately.append(status)
         while len(self._lately) > 2 and self._lately[1].seconds <= status.seconds - WINDOW:
             self._lately.popleft()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 BASE = 1.04
 SMALLEST = 1e-9
@@ -26,7 +27,8 @@ class Histogram:
         self._buckets: Counter[int | None] = Counter()
 
     def add(self, value: float) -> None:
-        """Count a number."""
+        """Count a number. What is no finite number, or negative, counts as 0."""
+        value = value if math.isfinite(value) and value > 0 else 0.0
         self.count += 1
         self.total += value
         self.most = max(self.most, value)
@@ -61,3 +63,15 @@ class Histogram:
         """For programs."""
         most = self.most if self.count else None
         return {"mean": self.mean, "p50": self.quantile(0.5), "p99": self.quantile(0.99), "max": most}
+
+    def state(self) -> list[Any]:
+        """All of it, as JSON has it."""
+        return [self.count, self.total, self.most, list(self._buckets.items())]
+
+    @classmethod
+    def of_state(cls, state: list[Any]) -> Histogram:
+        """What gave this state."""
+        made = cls()
+        made.count, made.total, made.most, buckets = state
+        made._buckets.update(dict(buckets))
+        return made

@@ -51,7 +51,6 @@ class WorkBoard(Generic[T]):
         self._done_by = done_by
         self._answers: dict[str, tuple[int, Orders[T]]] = {}
         self._stays_open = stays_open
-        self._stopped = False
         self._news = asyncio.Event()
         self.lost = 0
         """Workers that were lost."""
@@ -108,17 +107,12 @@ class WorkBoard(Generic[T]):
                 self._dispatch.settle(lost.worker, [key for key, _ in done])
                 self._wake()
 
-    def stop(self) -> None:
-        """Hand out nothing more: workers end when they have done what they have."""
-        self._stopped = True
-        self._wake()
-
     @property
     def _ends(self) -> bool:
-        return self._stopped or (self.is_over and not self._stays_open)
+        return self.is_over and not self._stays_open
 
     def _pieces(self, worker: str, want: int) -> list[Piece[T]]:
-        return [] if self._stopped else self._dispatch.take(worker, want, time.monotonic())
+        return self._dispatch.take(worker, want, time.monotonic())
 
     def _wake(self) -> None:
         self._news.set()

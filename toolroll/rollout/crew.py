@@ -172,9 +172,8 @@ class Crew:
             *(getattr(actor, method).remote() for actor in self._actors), return_exceptions=True
         )
         for error in told:
-            if isinstance(error, RayTaskError) or not isinstance(
-                error, RayError | None
-            ):  # a dead one generates nothing
+            is_dead = isinstance(error, RayError) and not isinstance(error, RayTaskError)  # it generates nothing
+            if isinstance(error, BaseException) and not is_dead:
                 raise error
 
 

@@ -18,9 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, Self
 
-from toolroll.errors import ConfigError
 from toolroll.limiter.limiter import get_limiter
-from toolroll.ray_cluster import connect
+from toolroll.ray_cluster import NoCluster, connect
 from toolroll.rollout.collector import rare_full_collections
 from toolroll.rollout.dispatch import LEASE
 from toolroll.rollout.worker import Worker
@@ -72,11 +71,6 @@ class Run:
         assert self._working is not None
         await asyncio.shield(self._working)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is done."""
-        return self._working is not None and self._working.done()
-
     async def status(self) -> Status:
         """How it stands; after its end, how it ended."""
         if self._last is not None:
@@ -113,8 +107,12 @@ class _OnRay:
     """On a cluster: a board on this node, and workers on all."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._ray, self._connected = _connect(str(config.cluster))
-        from toolroll.rollout.crew import Crew, actor_here, number_of_nodes  # which needs ray
+        self._connected = _connect(str(config.cluster))
+        import ray
+
+        from toolroll.rollout.crew import Crew, actor_here, number_of_nodes
+
+        self._ray: Any = ray
 
         self._resources = _resources(config)
         workers = config.workers or number_of_nodes()
@@ -167,18 +165,17 @@ class _OnRay:
             self._ray.shutdown()
 
 
-def _connect(address: str) -> tuple[Any, bool]:
-    """`ray`, and whether it was connected here; else the process was connected before."""
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        return sys.modules["ray"], False
+def _connect(address: str) -> bool:
+    """Whether it was done here; else the process was connected before."""
     try:
-        return connect(address), True
-    except ConfigError:
-        if address != "auto" or "RAY_ADDRESS" in os.environ or "ray" not in sys.modules:
+        return connect(address)
+    except NoCluster:
+        if address != "auto" or "RAY_ADDRESS" in os.environ:
             raise
-    ray: Any = sys.modules["ray"]
+    import ray
+
     ray.init(num_cpus=os.cpu_count() or 1, log_to_driver=False, include_dashboard=False)
-    return ray, True
+    return True
 
 
 def _resources(config: RunConfig) -> dict[str, int]:

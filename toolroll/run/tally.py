@@ -12,10 +12,10 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from toolroll.errors import Fault
+from toolroll.records.histogram import Histogram
 from toolroll.records.record import Record, number
 from toolroll.rollout.trajectory import Trajectory
 from toolroll.run.pass_at_k import PassAtK
-from toolroll.run.quantiles import Quantiles
 
 LONGEST_ERROR = 160
 """Characters of an error that are kept."""
@@ -24,9 +24,7 @@ ERRORS = 16
 OTHERS = "others"
 COUNTED = ("finish_reasons", "outcomes", "fidelity", "faults", "errors")
 SPREAD = ("seconds", "tool_seconds", "queue_wait")
-COUNTS = ("trajectories", "turns", "sampled", "tokens", "calls", "_prompts", "_reward", "_scored", "_solved")
-COUNTERS = ("_finish_reasons", "_outcomes", "_fidelity", "_errors", "_faults")
-SPREADS = ("_seconds", "_tool_seconds", "_queue_wait")
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Outcome(NamedTuple):
@@ -116,7 +114,7 @@ class Tally:
         """Of trajectories, scored, solved, turns, sampled_tokens, tokens, calls."""
         self._reward = 0.0
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in COUNTED}
-        self._spread: dict[str, Quantiles] = {name: Quantiles() for name in SPREAD}
+        self._spread: dict[str, Histogram] = {name: Histogram() for name in SPREAD}
         self._pass = PassAtK(n)
 
     @property
@@ -187,7 +185,7 @@ class Tally:
             "pass_at_k": self._pass.figures(),
             **{name: dict(counts.most_common()) for name, counts in self._counts.items()},
             **sums,
-            **{name: spread.figures() for name, spread in self._spread.items()},
+            **{name: _figures(spread) for name, spread in self._spread.items()},
         }
 
     def state(self) -> dict[str, Any]:
@@ -210,7 +208,7 @@ class Tally:
         made._reward = state["reward"]
         for name in COUNTED:
             made._counts[name].update(state["counts"][name])
-        made._spread = {name: Quantiles.of_state(state["spread"][name]) for name in SPREAD}
+        made._spread = {name: Histogram.of_state(state["spread"][name]) for name in SPREAD}
         made._pass = PassAtK.of_state(made._n, state["pass_at_k"])
         return made
 
@@ -228,3 +226,9 @@ def _short(error: str | None) -> str:
     """The first line of an error, and no more of that than is needed to know it again."""
     line = next(iter((error or "").splitlines()), "") or "unknown"
     return line if len(line) <= LONGEST_ERROR else line[: LONGEST_ERROR - 1] + "…"
+
+
+def _figures(spread: Histogram) -> dict[str, float]:
+    quantiles = {name: spread.quantile(share) for name, share in QUANTILES.items()}
+    found = {"mean": spread.mean, **quantiles, "max": spread.most}
+    return {name: float(f"{value or 0.0:.4g}") for name, value in found.items()}
