@@ -16,7 +16,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -42,8 +43,8 @@ class StartError(Exception):
 class Run(Protocol):
     """Who is told of a job."""
 
-    def started(self, process: int, everything: int) -> None:
-        """It runs. The pidfds of its process, and of the one whose end ends all that the program has started."""
+    def started(self, process: int, end: Callable[[], None]) -> None:
+        """It runs. The pidfd of its process, and what ends it with all that it has started."""
 
     def ended(self, status: int, cpu: float) -> None:
         """It ended, with this wait status, after so many seconds on a CPU."""
@@ -106,7 +107,7 @@ class Interpreter:
     def give(self, run: Run, descriptors: Sequence[int], cgroups: Sequence[int]) -> None:
         """Have a job run. Its descriptors stay the caller's, and may be closed at once."""
         self._number += 1
-        packet = warm.ORDER.pack(b"J", self._number, len(cgroups))
+        packet = warm.ORDER.pack(warm.RUN, self._number, len(cgroups))
         try:
             socket.send_fds(self._front, [packet], [*descriptors, *cgroups])
         except OSError as error:
@@ -115,6 +116,16 @@ class Interpreter:
         self.runs[self._number] = run
         loop = asyncio.get_running_loop()
         self._unbegun[self._number] = loop.call_later(BEGIN_WITHIN, self._replace)
+
+    def _end(self, number: int) -> None:
+        """End a job, if it hasn't ended."""
+        if number not in self.runs:
+            return
+        try:
+            self._front.send(warm.ORDER.pack(warm.END, number, 0))
+        except OSError as error:
+            logger.error("A warm interpreter (pid %d) takes no orders: %s.", self._process.pid, error.strerror)
+            self.close()  # a program that can't be ended must not run
 
     def close(self) -> None:
         """End it, and every program that it has started."""
@@ -151,7 +162,7 @@ class Interpreter:
     def _hear(self) -> None:
         while True:
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self._front, 65536, 2)
+                packet, descriptors, _, _ = socket.recv_fds(self._front, 65536, 1)
             except BlockingIOError:
                 return
             except OSError:
@@ -167,11 +178,9 @@ class Interpreter:
         if timer := self._unbegun.pop(number, None):
             timer.cancel()
         if kind == warm.STARTED:
-            if len(descriptors) == 2:
-                self.runs[number].started(*descriptors)
+            if descriptors:
+                self.runs[number].started(descriptors[0], partial(self._end, number))
                 return
-            for descriptor in descriptors:
-                os.close(descriptor)
             logger.error("No descriptors are left for a program. Raise the limit of open files (ulimit -n).")
             self.close()  # a program that can't be ended must not run
             return

@@ -60,7 +60,7 @@ class Job:
         self.spec = spec
         self.timeouts = timeouts
         self.cgroup = cgroup
-        self.process = Process(namespaces=plan["namespaces"], begun=self._begun)
+        self.process = Process(begun=self._begun)
         self._supervised = is_supervised(plan, spec)
         self._stdin = stdin
         self._output = output

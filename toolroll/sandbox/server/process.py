@@ -24,8 +24,7 @@ GONE_WITHIN = 10.0
 class Process:
     """The process of one program."""
 
-    def __init__(self, *, namespaces: bool, begun: Callable[[], None] | None = None) -> None:
-        self.namespaces = namespaces
+    def __init__(self, *, begun: Callable[[], None] | None = None) -> None:
         self.status: int | None = None
         """The wait status; None while it runs, and if it was lost."""
         self.cpu = 0.0
@@ -35,7 +34,8 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self._begun = begun
         self._began = 0.0
-        self._process = self._everything = -1
+        self._process = -1
+        self._end: Callable[[], None] | None = None
         self._to_be_killed = False
         self._last_resort: asyncio.TimerHandle | None = None
         self.gone: asyncio.Future[None] = self._loop.create_future()
@@ -45,11 +45,11 @@ class Process:
         """Whether it has been told to end."""
         return self._to_be_killed
 
-    def started(self, process: int, everything: int) -> None:
+    def started(self, process: int, end: Callable[[], None]) -> None:
         """It begins."""
-        self._process, self._everything = process, everything
+        self._process, self._end = process, end
         if self.gone.done():
-            self._signal(everything, signal.SIGKILL)
+            end()
             self._close()
             return
         self._began = time.monotonic()  # the loop's own clock may be coarse
@@ -70,38 +70,35 @@ class Process:
 
     def interrupt(self) -> None:
         """Ask it to end, as Ctrl-C does."""
-        self._signal(self._process, signal.SIGINT)
+        self._signal(signal.SIGINT)
 
     def kill(self) -> None:
         """End it, and all that it has started."""
         self._to_be_killed = True
-        if self._everything < 0 or self._last_resort:
+        if self._end is None or self._last_resort:
             return
-        # Without namespaces it is the supervisor that ends everything.
-        self._signal(self._everything, signal.SIGKILL if self.namespaces else signal.SIGTERM)
         self._last_resort = self._loop.call_later(GONE_WITHIN, self._give_up)
+        self._end()
 
     def _give_up(self) -> None:
         logger.error("A program that was killed %g s ago is still there.", GONE_WITHIN)
-        self._signal(self._process, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.failed("the program could not be ended")
 
     def _close(self) -> None:
         self.seconds = time.monotonic() - self._began if self._began else 0.0
         if self._last_resort:
             self._last_resort.cancel()
-        for descriptor in (self._process, self._everything):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._process = self._everything = -1
+        if self._process >= 0:
+            os.close(self._process)
+        self._process, self._end = -1, None
         if not self.gone.done():
             self.gone.set_result(None)
 
-    @staticmethod
-    def _signal(process: int, number: signal.Signals) -> None:
-        if process >= 0:
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, number)
+                signal.pidfd_send_signal(self._process, number)
 
 
 def file_of(content: bytes) -> int:

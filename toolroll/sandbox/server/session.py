@@ -70,7 +70,7 @@ class Session:
         self.cgroup = cgroup
         self.last_used = time.monotonic()
         self._begun = asyncio.Event()
-        self.process = Process(namespaces=plan["namespaces"], begun=self._begun.set)
+        self.process = Process(begun=self._begun.set)
         self._stdout, self._stderr, self._report = Output(output), Output(output), Output(report_size(spec))
         self._channel, self._theirs = socket.socketpair()
         self._channel.setblocking(False)

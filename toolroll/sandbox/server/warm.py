@@ -1,12 +1,13 @@
 """A warm interpreter: it has the libraries imported, and is cloned for each program.
 
-It talks to the front over one socket, in packets: a job with its descriptors comes in; that it was started, and how it
-ended, goes out. It reads nothing that a program or a request could have written: the job's content is opened by the
-clone. One thread, one loop. When the front goes, the socket ends and so does this.
+It talks to the front over one socket, in packets: a job with its descriptors, and that one is to end, comes in; that it
+was started, and how it ended, goes out. It reads nothing that a program or a request could have written: the job's
+content is opened by the clone. One thread, one loop. When the front goes, the socket ends and so does this.
 
 A program runs in a pid namespace together with its children, and an idle process that was there first as pid 1. Such a
 namespace is used for another program only if nothing of the last one is left in it; else it is destroyed, which ends
-whatever was left. So a program costs one fork, and not a second one for its pid 1.
+whatever was left. So a program costs one fork, and not a second one for its pid 1. Only this process ends a namespace:
+the front, which hears later than this that a program has ended, would end the next one in it.
 
 Only the standard library is imported, besides what is to be preloaded.
 """
@@ -33,7 +34,9 @@ from toolroll.sandbox.server.clone import REPORT_FD, SPEC_FD, Clone
 from toolroll.sandbox.server.spec import WORK, Plan, Spec
 
 ORDER = struct.Struct("=cQB")
-"""To this process: a job's number, and how many of its descriptors, the last ones, are cgroups to enter."""
+"""To this process: to run or to end a job, its number, and how many of its descriptors, the last ones, are cgroups to
+enter."""
+RUN, END = b"J", b"K"
 JOB = struct.Struct("=cQ")
 ENDED = struct.Struct("=cQid")
 READY, STARTED, FINISHED, NOT_STARTED = b"R", b"S", b"E", b"F"
@@ -85,6 +88,15 @@ class Job:
     pid: int
     pidfd: int
     space: PidNamespace | None
+    is_to_end: bool = False
+
+    def end(self) -> None:
+        """End it with all that it has started. Without namespaces it is the supervisor that does so."""
+        self.is_to_end = True
+        if self.space:
+            signal.pidfd_send_signal(self.space.pidfd, signal.SIGKILL)
+        else:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
 
 
 class WarmInterpreter:
@@ -94,6 +106,7 @@ class WarmInterpreter:
         self.front = front
         self.plan = plan
         self.jobs: dict[int, Job] = {}
+        """By their pidfds."""
         self.spare: list[PidNamespace] = []
         self.own_space = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         statm = Path("/proc/self/statm").read_text().split()
@@ -118,7 +131,12 @@ class WarmInterpreter:
         packet, descriptors, _, _ = socket.recv_fds(self.front, ORDER.size, MOST_DESCRIPTORS)
         if not packet:
             return False
-        _, number, cgroups = ORDER.unpack(packet)
+        order, number, cgroups = ORDER.unpack(packet)
+        if order == END:
+            for job in self.jobs.values():
+                if job.number == number:  # else it has ended meanwhile
+                    job.end()
+            return True
         try:
             self._start(number, descriptors, cgroups)
         except OSError as error:
@@ -137,8 +155,7 @@ class WarmInterpreter:
             self._become_program(descriptors, cgroups)
         try:
             self.poll.register(pidfd, select.EPOLLIN)
-            # Who ends the second descriptor's process ends the program with all that it has started.
-            socket.send_fds(self.front, [JOB.pack(STARTED, number)], [pidfd, space.pidfd if space else pidfd])
+            socket.send_fds(self.front, [JOB.pack(STARTED, number)], [pidfd])
         except OSError:  # nobody would know of it
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -170,10 +187,11 @@ class WarmInterpreter:
         self.poll.unregister(job.pidfd)
         _, status, usage = os.wait4(job.pid, 0)
         os.close(job.pidfd)
-        # Said only when nothing of the program is left. Who was killed was so with all its namespace, most often.
+        # Said only when nothing of the program is left. Who was killed was so with all its namespace, perhaps.
+        killed = job.is_to_end or status == signal.SIGKILL
         if job.space is None:
             self._reap_strays()
-        elif status != signal.SIGKILL and len(self.spare) < MOST_SPARE and job.space.is_empty():
+        elif not killed and len(self.spare) < MOST_SPARE and job.space.is_empty():
             self.spare.append(job.space)
         else:
             job.space.destroy()
