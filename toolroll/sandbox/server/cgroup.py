@@ -1,6 +1,7 @@
 """Limits on all processes of a program together: memory, how many they are, and one share of the processors.
 
-A cgroup is made for a program that needs one and used again when it is empty. Version 2 where the server was given a
+A cgroup is made for a program that needs one and used again when it is empty: of processes, and of what was charged to
+them. (The files of a killed program, which are in memory, go a moment after it.) Version 2 where the server was given a
 part of the tree with the memory controller (systemd: `Delegate=yes`), else version 1, else none: `Cgroups.find` says
 which. What a server that was killed has left behind is cleared away by the next one: its directories are those that
 nobody holds a lock on. (A server in another container sees them, and not the process that they belong to.)
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "toolroll-"
 _TREE = Path("/sys/fs/cgroup")
+LEFT = 8 << 20
+"""Bytes that may still be charged to a cgroup that is used again. The kernel's own are one or two million."""
 
 
 @dataclass
@@ -35,7 +38,8 @@ class Cgroup:
     held: list[int] = field(default_factory=list)
     """The directories, open and locked."""
     limit: int = -1
-    _events: int = -1
+    _open: dict[str, int] = field(default_factory=dict)
+    """Name → descriptor, of the files that are read for each program."""
 
     def set_memory(self, most: int) -> None:
         """Limit the memory, swap included, to so many bytes."""
@@ -58,23 +62,30 @@ class Cgroup:
 
     def memory_kills(self) -> int:
         """How many processes the kernel has ended here for want of memory, ever."""
-        if self._events < 0:
-            name = "memory.events" if self.version == 2 else "memory.oom_control"
-            self._events = os.open(self.memory / name, os.O_RDONLY | os.O_CLOEXEC)
-        found = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)
+        events = self._read("memory.events" if self.version == 2 else "memory.oom_control")
+        found = re.search(rb"^oom_kill (\d+)", events, re.MULTILINE)
         return int(found[1]) if found else 0
+
+    def memory_in_use(self) -> int:
+        """How many bytes are charged to it."""
+        return int(self._read("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
 
     def remove(self) -> None:
         """Take it away. Only what is empty can be."""
-        for descriptor in (*self.descriptors, *([self._events] if self._events >= 0 else [])):
+        for descriptor in (*self.descriptors, *self._open.values()):
             os.close(descriptor)
-        self.descriptors, self._events = [], -1
+        self.descriptors, self._open = [], {}
         for directory in self.directories:
             with contextlib.suppress(OSError):
                 directory.rmdir()
         for descriptor in self.held:
             os.close(descriptor)
         self.held = []
+
+    def _read(self, name: str) -> bytes:
+        if name not in self._open:
+            self._open[name] = os.open(self.memory / name, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self._open[name], 4096, 0)
 
 
 class Cgroups:
@@ -116,12 +127,12 @@ class Cgroups:
         while self._spare:
             cgroup = self._spare.pop()
             try:
-                cgroup.set_memory(memory)
-                cgroup.memory_kills()
-            except OSError:  # what its last program used is still charged to it; or somebody has cleared it away
-                cgroup.remove()
-                continue
-            return cgroup
+                if cgroup.memory_in_use() <= min(LEFT, memory // 8):
+                    cgroup.set_memory(memory)
+                    return cgroup
+            except OSError as error:
+                logger.debug("%s can't be used again: %s", cgroup.memory, error)  # somebody has cleared it away
+            cgroup.remove()
         cgroup = self._make()
         cgroup.set_memory(memory)
         return cgroup
