@@ -8,6 +8,7 @@ import toolroll
 FLOORS = {
     "schemas": 1,
     "errors": 1,
+    "keeper": 1,
     "ray_cluster": 2,
     "limiter": 2,
     "sandbox": 2,

@@ -1,6 +1,7 @@
 """Whatever a server does: a typed result, or an error of the infrastructure's, by the deadline."""
 
 import asyncio
+import gc
 import json
 import pickle
 import random
@@ -567,12 +568,16 @@ def test_one_client_in_several_event_loops_that_never_close_it(elsewhere: str, n
     assert len(client._pools) == 1, "those of closed loops are forgotten"
 
 
-async def test_a_client_that_is_dropped_closes_its_connections() -> None:
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+async def test_a_client_that_is_dropped_closes_its_connections(in_a_cycle: bool) -> None:
     async with FaultServer() as server:
         client = SandboxClient(server.url)
         await client.run("1")
         assert server.open == 1
+        if in_a_cycle:  # as one that a traceback's frames refer to
+            client.itself = client  # type: ignore[attr-defined]
         del client
+        gc.collect()
         await server.all_closed()
         assert server.open == 0
 

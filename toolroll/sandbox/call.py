@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from hashlib import blake2b
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from tenacity import RetryCallState, wait_random_exponential
 
 from toolroll.errors import SandboxRefused, SandboxUnavailable, explain
+from toolroll.keeper import keep
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Pool:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # so that a small answer can't unfold into a huge one
         )
-        self.keeper = _keep(self.session)
+        self.keeper = keep(self.session)
 
     def session_endpoint(self, name: str) -> Endpoint:
         """Where a session is, by rendezvous hashing.
@@ -93,14 +94,6 @@ class Pool:
         those that it gets.
         """
         return max(self.endpoints, key=lambda one: blake2b(f"{name} {one.url}".encode()).digest())
-
-
-async def _keep(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
-    """A loop that is shut down closes its asynchronous generators: this is how a session closes with its loop."""
-    try:
-        yield
-    finally:
-        await session.close()
 
 
 class Call:

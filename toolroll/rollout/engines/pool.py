@@ -15,13 +15,16 @@ import random
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import aiohttp
 import orjson
+
+from toolroll.keeper import keep
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +90,11 @@ class Pool:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(),  # ours are deadlines
         )
-        self.keeper = self._keep()
         self.once = asyncio.Lock()
         """For what is asked once, however many calls want to know."""
         self._notices = asyncio.Semaphore(NOTICES)
         self._sending: set[asyncio.Task[None]] = set()
+        self.keeper = keep(self.session, partial(_send_the_last, self._sending))
 
     def pick(self, affinity: str | None, tried: Counter[str]) -> Server:
         """Where the next attempt of a call goes: where it hasn't failed, and its affinity is.
@@ -150,17 +153,13 @@ class Pool:
             await response.read()
             return response.status
 
-    async def _keep(self) -> AsyncGenerator[None, None]:
-        """A loop that is shut down closes its asynchronous generators: this is how a pool closes with its loop."""
-        try:
-            yield
-        finally:
-            if sending := list(self._sending):
-                _, late = await asyncio.wait(sending, timeout=LAST_NOTICES)
-                for task in late:
-                    task.cancel()
-                await asyncio.gather(*late, return_exceptions=True)
-            await self.session.close()
+
+async def _send_the_last(notices: set[asyncio.Task[None]]) -> None:
+    if notices:
+        _, late = await asyncio.wait(list(notices), timeout=LAST_NOTICES)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 def _weight(affinity: str, url: str) -> bytes:
