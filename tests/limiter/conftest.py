@@ -42,7 +42,7 @@ def server() -> Iterator[Server]:
 
 
 class Load:
-    """A process that loads the server."""
+    """A process that loads the server, from when it is ready until its seconds after `go` are over."""
 
     def __init__(self, process: "subprocess.Popen[str]", name: str) -> None:
         self.process, self.name = process, name
@@ -50,6 +50,11 @@ class Load:
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
 
     def kill(self) -> float:
         """kill -9, and when that was."""
@@ -74,6 +79,7 @@ def load(cluster: str, server: Server, request: pytest.FixtureRequest) -> Iterat
         job = {**DEFAULTS, "resource": request.node.name, "server": server.address, "name": name, **job}
         process = subprocess.Popen(
             [sys.executable, HERE / "load.py", json.dumps(job)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

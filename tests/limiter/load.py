@@ -2,7 +2,8 @@
 
     python load.py '{"resource": …, "limit": …, "server": [host, port], "name": …, "concurrency": …, "ms": …, …}'
 
-Prints `ready` when it is under way and watched, and at the end one JSON line of what it did.
+Prints `ready` when it is under way and watched. Its seconds count from the line that it is sent then, so that several
+end together however long each took to begin. At the end, one JSON line of what it did.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from math import inf
 from typing import Any
 
 import ray
@@ -25,6 +27,7 @@ from toolroll.limiter.cluster import ClusterLimiter
 outcomes: Counter[str] = Counter()
 connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 longest_gap = last_done = 0.0
+ends = inf
 
 
 async def request(job: dict[str, Any], until: float) -> str:
@@ -53,9 +56,9 @@ async def finished(work: Coroutine[Any, Any, str]) -> str:
         raise
 
 
-async def trajectory(limiter: ClusterLimiter, job: dict[str, Any], end: float) -> None:
+async def trajectory(limiter: ClusterLimiter, job: dict[str, Any]) -> None:
     global longest_gap, last_done
-    while time.monotonic() < end:
+    while time.monotonic() < ends:
         try:
             async with limiter.slot(deadline=time.monotonic() + job["patience"], hold=job["hold"]):
                 outcomes[await finished(request(job, time.time() + job["hold"]))] += 1
@@ -67,25 +70,27 @@ async def trajectory(limiter: ClusterLimiter, job: dict[str, Any], end: float) -
             await asyncio.sleep(0.05)
 
 
-async def storm(tasks: "list[asyncio.Task[None]]", limiter: ClusterLimiter, job: dict[str, Any], end: float) -> None:
+async def storm(tasks: "list[asyncio.Task[None]]", limiter: ClusterLimiter, job: dict[str, Any]) -> None:
     """Cancel trajectories at random, and begin others in their place."""
-    while time.monotonic() < end - 0.5:
+    while time.monotonic() < ends - 0.5:
         await asyncio.sleep(0.01)
         for number in random.sample(range(len(tasks)), len(tasks) // 4):
             tasks[number].cancel()
-            tasks[number] = asyncio.create_task(trajectory(limiter, job, end))
+            tasks[number] = asyncio.create_task(trajectory(limiter, job))
 
 
 async def main() -> None:
+    global ends
     job = json.loads(sys.argv[1])
     limiter = ClusterLimiter(job["resource"], job["limit"], job["ttl"])
-    end = time.monotonic() + job["seconds"]
-    tasks = [asyncio.create_task(trajectory(limiter, job, end)) for _ in range(job["concurrency"])]
+    tasks = [asyncio.create_task(trajectory(limiter, job)) for _ in range(job["concurrency"])]
     while not (outcomes and limiter.watched):
         await asyncio.sleep(0.01)
     print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    ends = time.monotonic() + job["seconds"]
     if job.get("storm"):
-        await storm(tasks, limiter, job, end)
+        await storm(tasks, limiter, job)
     await asyncio.wait(tasks)
     print(
         json.dumps({**outcomes, "reports": limiter.reports, "in_use": limiter.in_use, "longest_gap": longest_gap}),

@@ -30,6 +30,14 @@ def back_after(stats: dict[str, Any], survivor: str, since: float, level: int) -
     return next(moment for moment, reached in share(stats, survivor, since) if reached >= level) - since
 
 
+def begin(*loads: Any) -> None:
+    """Let all of them run for their time, from when the last of them is under way."""
+    for one in loads:
+        one.wait_until_ready()
+    for one in loads:
+        one.go()
+
+
 def settled(resource: str, **wanted: int) -> None:
     """Wait, briefly, until the limiter stands so."""
     for _ in range(100):
@@ -42,6 +50,7 @@ def settled(resource: str, **wanted: int) -> None:
 
 def test_the_limit_holds_and_is_used_in_full(load: Callable[..., Any], server: Any, request: Any) -> None:
     loads = [load() for _ in range(3)]
+    begin(*loads)
     results = [one.result() for one in loads]
     stats = server.stats()
     assert stats["most"] == LIMIT
@@ -52,8 +61,7 @@ def test_the_limit_holds_and_is_used_in_full(load: Callable[..., Any], server: A
 def test_kill_9_of_a_holder(load: Callable[..., Any], server: Any, request: Any) -> None:
     """Its work goes on in the sandbox: its slots come back when that must have ended, and not before."""
     victim, survivor = load(seconds=20, ms=300), load(seconds=6, ms=20)
-    victim.wait_until_ready()
-    survivor.wait_until_ready()
+    begin(victim, survivor)
     time.sleep(1.5)
     killed = victim.kill()
     survivor.result()
@@ -65,8 +73,7 @@ def test_kill_9_of_a_holder(load: Callable[..., Any], server: Any, request: Any)
 
 def test_kill_9_of_the_limiter(load: Callable[..., Any], server: Any, request: Any) -> None:
     loads = [load(seconds=8) for _ in range(2)]
-    for one in loads:
-        one.wait_until_ready()
+    begin(*loads)
     time.sleep(1.0)
     worker = find(request.node.name)
     pid = ray.get(worker.pid.remote())
@@ -82,10 +89,10 @@ def test_a_limiter_that_was_removed_is_made_anew_by_those_who_use_it(
     load: Callable[..., Any], server: Any, request: Any
 ) -> None:
     loads = [load(seconds=8) for _ in range(2)]
-    for one in loads:
-        one.wait_until_ready()
+    begin(*loads)
     ray.kill(find(request.node.name))
     late = load(seconds=4, patience=2)
+    late.go()
     results = [one.result() for one in loads]
     assert server.stats()["most"] <= LIMIT
     assert max(result["longest_gap"] for result in results) < 1.0, "a stall"
@@ -104,6 +111,7 @@ async def test_longer_work_than_before_is_announced_at_once(cluster: str) -> Non
 
 def test_a_storm_of_cancellations(load: Callable[..., Any], server: Any, request: Any) -> None:
     loads = [load(storm=True, concurrency=100) for _ in range(2)]
+    begin(*loads)
     results = [one.result() for one in loads]
     assert server.stats()["most"] <= LIMIT
     assert all(result["in_use"] == 0 and result["done"] > 100 for result in results)
@@ -112,8 +120,7 @@ def test_a_storm_of_cancellations(load: Callable[..., Any], server: Any, request
 
 def test_the_limit_is_changed_under_load(load: Callable[..., Any], server: Any, request: Any) -> None:
     loads = [load(seconds=7, concurrency=64) for _ in range(2)]
-    for one in loads:
-        one.wait_until_ready()
+    begin(*loads)
     time.sleep(1.0)
     set_limit(request.node.name, 16)
     lowered = time.time()
