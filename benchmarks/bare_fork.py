@@ -28,7 +28,7 @@ def run_program(plan: Plan) -> None:
     """In a clone: into the jail, and be the program."""
     directory = jail.enter(plan, SPEC)
     jail.lock(plan, directory)
-    jail.limit(plan["limits"], SPEC["memory"], address_space=1 << 30, hard_memory=False)
+    jail.limit(plan["limits"], SPEC["memory"], own=jail.OwnMemory(1 << 30, 1 << 30), hard_memory=False)
     program.run(SPEC["code"], f"{directory}/main.py")
 
 

@@ -251,6 +251,18 @@ time.sleep(0.2)
 # Disk and memory
 
 
+@pytest.mark.parametrize("megabytes", [100, 1024])
+@pytest.mark.parametrize("piece", ["b'x' * 10_000_000", "str(len(kept))"])
+async def test_a_program_without_memory_says_so_in_pythons_words(
+    piece: str, megabytes: int, client: SandboxClient
+) -> None:
+    done = await client.run(f"kept = []\nwhile True: kept.append({piece})", memory_limit_mb=megabytes, run_timeout=20)
+    assert (done.outcome, done.return_code) == (Outcome.OUT_OF_MEMORY, 1)
+    assert done.stderr.splitlines()[-1] == "MemoryError"
+    assert "During handling" not in done.stderr
+    assert "toolroll" not in done.stderr
+
+
 async def test_a_full_disk_is_the_programs_own(client: SandboxClient) -> None:
     before = shutil.disk_usage("/tmp").used
     code = """

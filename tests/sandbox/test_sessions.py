@@ -9,6 +9,7 @@ import pytest
 from sandbox.serving import serving
 from toolroll.errors import SandboxRefused, SandboxUnavailable
 from toolroll.sandbox.client import SandboxClient
+from toolroll.sandbox.execution import Execution
 
 
 async def test_variables_files_and_imports_are_kept(client: SandboxClient) -> None:
@@ -67,12 +68,34 @@ async def test_a_cell_that_breaks_its_interpreter_harms_only_itself(
     assert (after.stdout, after.session_is_new) == ("again\n", True)
 
 
-async def test_memory_is_limited_over_the_whole_session() -> None:
-    with serving("--memory-mb", "256") as running:
-        async with SandboxClient(running.url) as client:
-            await client.run("kept = []", session_id="greedy")
-            done = await client.run("while True: kept.append(b'x' * 10_000_000)", session_id="greedy")
-            assert done.outcome == "out_of_memory"
+GREEDY = {
+    "at once": "kept = bytearray(1 << 30)",
+    "large pieces": "while True: kept.append(b'x' * 10_000_000)",
+    "small pieces": "while True: kept.append(str(len(kept)))",
+    "arrays": "import numpy\nwhile True: kept.append(numpy.ones(100_000))",
+    "of a function": "def fill():\n    own = []\n    while True: own.append(str(len(own)))\nfill()",
+}
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in GREEDY.items()])
+@pytest.mark.parametrize("megabytes", [100, 512])
+async def test_a_program_without_memory_is_told_so_and_its_session_goes_on(
+    client: SandboxClient, code: str, megabytes: int
+) -> None:
+    name = f"greedy-{megabytes}-{abs(hash(code))}"
+
+    async def run(code: str) -> Execution:
+        return await client.run(code, session_id=name, memory_limit_mb=megabytes, show_value=True)
+
+    await run("x, kept = 1, []")
+    done = await run(code)
+    assert (done.outcome, done.return_code, done.session_is_over) == ("out_of_memory", 1, False)
+    assert "MemoryError" in done.stderr.splitlines()[-1]
+    assert "During handling" not in done.stderr
+    assert "toolroll" not in done.stderr
+    if "own" not in code:  # what a function had is free by itself
+        await run("del kept")
+    assert (await run("x, len(bytearray(50_000_000))")).stdout == "(1, 50000000)\n"
 
 
 async def test_a_new_sessions_memory_may_be_less(client: SandboxClient) -> None:

@@ -31,7 +31,7 @@ from time import perf_counter
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
-from toolroll.sandbox.server import program
+from toolroll.sandbox.server import program, reserve
 from toolroll.sandbox.server.shell import new_shell
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class Cells:
         self.shell.history_manager.dir_hist[:] = [Path.cwd()]
         os.environ["MPLBACKEND"] = FIGURES  # read once matplotlib is imported
         signal.signal(signal.SIGINT, self._on_interrupt)
+        reserve.prepare()
+        reserve.use()
 
     def answer(self, code: str, mode: Mode) -> bytes:
         """Run a cell. The answer, as JSON."""
@@ -116,6 +118,7 @@ class Cells:
         try:
             error, status = self._run(code, mode)
         except BaseException as failure:  # interrupted at the very end, or IPython itself is broken
+            reserve.use()
             error = self._error(failure, mode)
         seconds, cpu = perf_counter() - began, _cpu_seconds() - cpu_before
         _flush(self.streams)  # if the cell has replaced them, there may still be something in these
@@ -197,9 +200,13 @@ class Cells:
             self.awaiting.get_loop().call_soon_threadsafe(lambda: None)  # wakes the loop
 
     def _error(self, failure: BaseException, mode: Mode) -> Error:
+        if isinstance(failure, MemoryError):
+            failure.__context__ = None  # of the same kind: there was no memory for a traceback either
         lines = self._lines(failure, mode)
         if mode == "script":
             _complain("".join(lines))
+        if isinstance(failure, MemoryError):  # what functions had in hand isn't kept for a debugger
+            traceback.clear_frames(failure.__traceback__)
         return _described(failure, lines)
 
     def _lines(self, failure: BaseException, mode: Mode) -> list[str]:

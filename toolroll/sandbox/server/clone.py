@@ -35,10 +35,10 @@ class BadFile(Exception):
 class Clone:
     """This process, on its way."""
 
-    def __init__(self, plan: Plan, spec: Spec, address_space: int) -> None:
+    def __init__(self, plan: Plan, spec: Spec, own_memory: jail.OwnMemory) -> None:
         self.plan = plan
         self.spec = spec
-        self.address_space = address_space
+        self.own_memory = own_memory
         self.directory = ""
 
     def become_program(self) -> NoReturn:
@@ -71,7 +71,7 @@ class Clone:
         jail.limit(
             self.plan["limits"],
             self.spec["memory"],
-            address_space=self.address_space,
+            own=self.own_memory,
             hard_memory=self.spec["memory_by_rlimit"],
         )
         if not self.plan["namespaces"]:  # else it is the warm interpreter's own already

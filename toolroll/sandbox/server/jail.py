@@ -17,8 +17,9 @@ import os
 import resource
 import signal
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from toolroll.sandbox.server import kernel, landlock, root
+from toolroll.sandbox.server import kernel, landlock, reserve, root
 from toolroll.sandbox.server.spec import WORK, Limits, Plan, Spec
 
 NOBODY = 65534
@@ -103,12 +104,24 @@ def become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def limit(limits: Limits, memory: int, *, address_space: int = 0, hard_memory: bool) -> None:
-    """Set the limits of the process that becomes the program. `address_space` is what it has before it begins.
+class OwnMemory(NamedTuple):
+    """Bytes that a process has before it becomes the program. What it asks for on top is the program's."""
+
+    address_space: int
+    data: int
+    """Of these, what is its alone and can be written."""
+
+
+NONE = OwnMemory(0, 0)
+
+
+def limit(limits: Limits, memory: int, *, own: OwnMemory = NONE, hard_memory: bool) -> None:
+    """Set the limits of the process that becomes the program.
 
     Memory is limited twice for Python, so that a program which asks for too much gets a MemoryError that it can
     handle, and a traceback if it doesn't, instead of being killed.
     """
+    kept_back = reserve.SIZE if own is not NONE else 0
     for what, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, limits["processes"]),
@@ -117,13 +130,14 @@ def limit(limits: Limits, memory: int, *, address_space: int = 0, hard_memory: b
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 1024),  # timers too
         (resource.RLIMIT_MEMLOCK, 1 << 16),
-        (resource.RLIMIT_DATA, memory + address_space),
-        (resource.RLIMIT_AS, memory + address_space if hard_memory else resource.RLIM_INFINITY),
+        (resource.RLIMIT_DATA, memory + own.data + kept_back),
+        (resource.RLIMIT_AS, memory + own.address_space + kept_back if hard_memory else resource.RLIM_INFINITY),
     ):
         _, hard = resource.getrlimit(what)
         if hard != resource.RLIM_INFINITY and (most == resource.RLIM_INFINITY or most > hard):
             most = hard
-        resource.setrlimit(what, (most, most))
+        is_memory = what in (resource.RLIMIT_DATA, resource.RLIMIT_AS) and most != resource.RLIM_INFINITY
+        resource.setrlimit(what, (most - kept_back if is_memory else most, most))
 
 
 def environment(plan: Plan, directory: str, more: Mapping[str, str] = {}) -> dict[str, str]:

@@ -21,6 +21,8 @@ import threading
 import types
 from typing import NoReturn
 
+from toolroll.sandbox.server import reserve
+
 
 def open_streams() -> None:
     """Make sys.stdin, sys.stdout and sys.stderr over descriptors 0, 1 and 2, whatever these will be.
@@ -63,10 +65,12 @@ def run(source: str, path: str, *, show_value: bool = False) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main = new_main(path)
     status = 0
+    reserve.prepare()
     try:
         for code in _compiled(source.encode(), path, show_value=show_value):
             exec(code, main.__dict__)  # noqa: S102 (what this is for)
     except BaseException as error:  # whatever it is, it ends the program
+        reserve.use()
         status = _end_of(error, path)
     end(status, main)
 
@@ -134,6 +138,8 @@ def _end_of(error: BaseException, path: str) -> int:
     while trace is not None and trace.tb_frame.f_code.co_filename != path:
         trace = trace.tb_next  # our own frames
     error.__traceback__ = trace
+    if isinstance(error, MemoryError):
+        error.__context__ = None  # of the same kind: there was no memory for a traceback either
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException:  # the program's own hook failed

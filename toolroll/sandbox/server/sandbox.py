@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 SCIENTIFIC = ("numpy", "sympy", "pandas")
 NOTEBOOK = (*SCIENTIFIC, "matplotlib.pyplot", "IPython", "toolroll.sandbox.server.cells:prepare")
+COPIED = 32 * MEGABYTE
+"""Bytes that a program's cgroup has beyond its limit: what it copies of a warm interpreter's memory by using it. So it
+meets its own limit first, as a MemoryError, and is killed only where it evades that."""
 _SCIENTIFIC_CODE = re.compile(rf"\b({'|'.join(SCIENTIFIC)})\b")
 PROGRAMS_PER_INTERPRETER = 8
 """An interpreter clones itself some hundred times a second; that is enough for so many programs at once."""
@@ -223,7 +226,7 @@ class Sandbox:
             spec["directory"], user = self._scratch.take()
             if user is not None:
                 spec["user"] = user
-        return self.isolation.cgroups.take(spec["memory"]) if self.isolation.cgroups else None
+        return self.isolation.cgroups.take(spec["memory"] + COPIED) if self.isolation.cgroups else None
 
     def _release_when_gone(self, process: Process, cgroup: Cgroup | None, spec: Spec) -> None:
         def release(_: object) -> None:

@@ -13,7 +13,7 @@ import sys
 from codecs import getincrementaldecoder
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from toolroll.sandbox.server import program
+from toolroll.sandbox.server import program, reserve
 
 if TYPE_CHECKING:
     from toolroll.sandbox.server.cells import Cells
@@ -76,6 +76,7 @@ def _shell_class(cells: Cells) -> Any:
             return False
 
         async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
+            reserve.keep()
             try:
                 if cells.interrupted:
                     raise KeyboardInterrupt
@@ -84,10 +85,12 @@ def _shell_class(cells: Cells) -> Any:
                 else:
                     exec(code_obj, self.user_global_ns, self.user_ns)  # noqa: S102
             except BaseException as error:  # whatever it is, it ends the cell
+                reserve.use()
                 sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
                 if result is not None:
                     result.error_in_exec = error
                 return True
+            reserve.use()
             return False
 
         def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:

@@ -109,8 +109,8 @@ class WarmInterpreter:
         """By their pidfds."""
         self.spare: list[PidNamespace] = []
         self.own_space = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        statm = Path("/proc/self/statm").read_text().split()
-        self.address_space = int(statm[0]) * os.sysconf("SC_PAGE_SIZE")
+        size, _, _, _, _, data, _ = Path("/proc/self/statm").read_text().split()
+        self.own_memory = jail.OwnMemory(*(int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in (size, data)))
         self.poll = select.epoll()
         self.poll.register(front, select.EPOLLIN)
 
@@ -214,7 +214,7 @@ class WarmInterpreter:
         try:
             _arrange(descriptors, cgroups)
             spec: Spec = marshal.loads(_read_all(SPEC_FD))  # noqa: S302 (the front wrote it)
-            Clone(self.plan, spec, self.address_space).become_program()
+            Clone(self.plan, spec, self.own_memory).become_program()
         except BaseException as error:  # not the program's fault: it hasn't begun
             os.write(REPORT_FD, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         finally:
