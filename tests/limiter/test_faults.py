@@ -100,7 +100,7 @@ def test_a_limiter_that_was_removed_is_made_anew_by_those_who_use_it(
 
 
 async def test_longer_work_than_before_is_announced_at_once(cluster: str) -> None:
-    limiter = ClusterLimiter("longer", 4, ttl=90)
+    limiter = ClusterLimiter("longer", 4, ttl=120)
     async with limiter.slot(hold=1):
         pass
     began = time.monotonic()
