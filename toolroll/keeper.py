@@ -26,7 +26,7 @@ async def keep(
     """Close a session, after what is to be done before that. `before` mustn't refer to whatever holds this."""
     for other, loop in list(_open.items()):
         if loop.is_closed():  # without having been shut down: nothing can close it any more
-            del _open[other]
+            _open.pop(other, None)
     _open[session] = asyncio.get_running_loop()
     try:
         yield

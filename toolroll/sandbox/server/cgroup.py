@@ -125,7 +125,7 @@ class Cgroups:
     def take(self, memory: int) -> Cgroup:
         """A cgroup with nothing in it, limited to so many bytes."""
         while self._spare:
-            cgroup = self._spare.pop()
+            cgroup = self._spare.pop(0)  # the one that has had the longest to be empty
             try:
                 if cgroup.memory_in_use() <= min(LEFT, memory // 8):
                     cgroup.set_memory(memory)

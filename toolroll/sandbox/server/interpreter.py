@@ -2,8 +2,8 @@
 
 A job given to an interpreter ends in exactly one way: `ended` is called with its wait status, which comes from the
 kernel through the interpreter and not from the program; or `failed` is called with the reason for which it never began
-or its end will never be known. Nothing else is promised of an interpreter: it may die at any moment, and takes with it
-every program that it has started.
+or its end will never be known. One that is told to end does so soon, or with its interpreter. Nothing else is promised
+of an interpreter: it may die at any moment, and takes with it every program that it has started.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from toolroll.sandbox.server.spec import Plan
 
 logger = logging.getLogger(__name__)
 
-BEGIN_WITHIN = 30.0
-"""Seconds for a job to begin. An interpreter that doesn't begin one is stuck, and is replaced."""
+ANSWER_WITHIN = 30.0
+"""Seconds for a job to begin, and to end once it is told to. An interpreter that doesn't answer is replaced."""
+AGAIN_AFTER = 0.01
+"""Seconds until an order is sent again that there was no room for: it has hundreds to read before."""
 START_WITHIN = 60.0
 """Seconds for an interpreter to import what it preloads, on a busy machine."""
 _BOOT = (
@@ -64,7 +66,8 @@ class Interpreter:
         self.runs: dict[int, Run] = {}
         self.ended = asyncio.Event()
         self._number = 0
-        self._unbegun: dict[int, asyncio.TimerHandle] = {}
+        self._awaited: dict[int, asyncio.TimerHandle] = {}
+        """Jobs of which the interpreter must say something soon."""
         self._front: socket.socket
         self._process: subprocess.Popen[bytes]
 
@@ -114,15 +117,18 @@ class Interpreter:
             run.failed(f"the interpreter takes no jobs: {error.strerror}")
             return
         self.runs[self._number] = run
-        loop = asyncio.get_running_loop()
-        self._unbegun[self._number] = loop.call_later(BEGIN_WITHIN, self._replace)
+        self._await(self._number)
 
     def _end(self, number: int) -> None:
         """End a job, if it hasn't ended."""
         if number not in self.runs:
             return
+        if number not in self._awaited:
+            self._await(number)
         try:
             self._front.send(warm.ORDER.pack(warm.END, number, 0))
+        except BlockingIOError:
+            asyncio.get_running_loop().call_later(AGAIN_AFTER, self._end, number)
         except OSError as error:
             logger.error("A warm interpreter (pid %d) takes no orders: %s.", self._process.pid, error.strerror)
             self.close()  # a program that can't be ended must not run
@@ -137,12 +143,15 @@ class Interpreter:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
         asyncio.get_running_loop().run_in_executor(None, self._process.wait)
-        for timer in self._unbegun.values():
+        for timer in self._awaited.values():
             timer.cancel()
-        self._unbegun.clear()
+        self._awaited.clear()
         for run in list(self.runs.values()):
             run.failed("the interpreter that ran the program died")
         self.runs.clear()
+
+    def _await(self, number: int) -> None:
+        self._awaited[number] = asyncio.get_running_loop().call_later(ANSWER_WITHIN, self._replace)
 
     def _replace(self) -> None:
         logger.error("A warm interpreter (pid %d) is stuck, and is replaced.", self._process.pid)
@@ -160,7 +169,7 @@ class Interpreter:
             raise
 
     def _hear(self) -> None:
-        while True:
+        while not self.ended.is_set():
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self._front, 65536, 1)
             except BlockingIOError:
@@ -175,7 +184,7 @@ class Interpreter:
 
     def _take(self, packet: bytes, descriptors: list[int]) -> None:
         kind, number = warm.JOB.unpack_from(packet)
-        if timer := self._unbegun.pop(number, None):
+        if timer := self._awaited.pop(number, None):
             timer.cancel()
         if kind == warm.STARTED:
             if descriptors:

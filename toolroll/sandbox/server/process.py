@@ -17,9 +17,6 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-GONE_WITHIN = 10.0
-"""Seconds in which a killed program must be gone."""
-
 
 class Process:
     """The process of one program."""
@@ -37,7 +34,6 @@ class Process:
         self._process = -1
         self._end: Callable[[], None] | None = None
         self._to_be_killed = False
-        self._last_resort: asyncio.TimerHandle | None = None
         self.gone: asyncio.Future[None] = self._loop.create_future()
 
     @property
@@ -70,35 +66,24 @@ class Process:
 
     def interrupt(self) -> None:
         """Ask it to end, as Ctrl-C does."""
-        self._signal(signal.SIGINT)
+        if self._process >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGINT)
 
     def kill(self) -> None:
         """End it, and all that it has started."""
         self._to_be_killed = True
-        if self._end is None or self._last_resort:
-            return
-        self._last_resort = self._loop.call_later(GONE_WITHIN, self._give_up)
-        self._end()
-
-    def _give_up(self) -> None:
-        logger.error("A program that was killed %g s ago is still there.", GONE_WITHIN)
-        self._signal(signal.SIGKILL)
-        self.failed("the program could not be ended")
+        if self._end:
+            end, self._end = self._end, None
+            end()
 
     def _close(self) -> None:
         self.seconds = time.monotonic() - self._began if self._began else 0.0
-        if self._last_resort:
-            self._last_resort.cancel()
         if self._process >= 0:
             os.close(self._process)
         self._process, self._end = -1, None
         if not self.gone.done():
             self.gone.set_result(None)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, number)
 
 
 def file_of(content: bytes) -> int:

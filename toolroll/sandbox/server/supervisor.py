@@ -32,6 +32,7 @@ class Supervisor:
         self.spec = spec
         self.report = report
         self.child = 0
+        self.is_to_end = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
 
@@ -47,7 +48,7 @@ class Supervisor:
             # the user had cleared it.
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
         for command in commands:
-            if self._run(command) != 0:
+            if self.is_to_end or self._run(command) != 0:
                 break
         self._kill_all()
         self._reap()
@@ -65,6 +66,8 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL)
             os.setpgid(0, 0)
             command()
+        if self.is_to_end:  # since before there was a child
+            os.kill(self.child, signal.SIGKILL)
         while True:
             pid, status, usage = os.wait4(-1, 0)
             if pid == self.child:
@@ -75,6 +78,9 @@ class Supervisor:
 
     def _pass_on(self, number: int, _: object) -> None:
         if number == signal.SIGTERM:
+            self.is_to_end = True
+            if self.child:  # it may not be the program's user yet
+                os.kill(self.child, signal.SIGKILL)
             self._kill_all()
         elif self.child:
             with contextlib.suppress(OSError):

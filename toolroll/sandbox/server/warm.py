@@ -181,7 +181,7 @@ class WarmInterpreter:
                 space.destroy()
                 if fresh:
                     raise
-                # Its first process was killed when its last program had just ended: it can't be used again.
+                # Its first process is gone, whoever ended it: it can't be used again.
 
     def _finish(self, job: Job) -> None:
         self.poll.unregister(job.pidfd)
