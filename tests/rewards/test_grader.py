@@ -89,6 +89,10 @@ async def test_limits(sandbox_url: str) -> None:
     slow = await grader.grade("import time\nprint('so far', flush=True)\ntime.sleep(9)", TWO)
     large = await grader.grade("x = b'x' * 10**9", TWO)
     assert (verdicts(slow), verdicts(large)) == (["timeout"], ["out_of_memory"])
+    many = await grader.grade(
+        "def f():\n    x = []\n    while True: x.append(str(len(x)))", Cases((CallCase("f", (), 1),))
+    )
+    assert verdicts(many) == ["out_of_memory"]
     patient = await grader.grade("import time\ntime.sleep(0.8)\nprint(2)", Cases(TWO.cases, timeout=5))
     assert patient.score == 1.0, "the ground truth's own time goes before"
 

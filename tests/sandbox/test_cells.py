@@ -123,7 +123,7 @@ class Session:
         while any(fd in self.pipes for fd in self._drain(0)):
             pass
         answer: dict[str, Any] = orjson.loads(message[4:])
-        assert set(answer) == {"ok", "display", "error", "exit", "seconds", "cpu"}
+        assert set(answer) == {"ok", "display", "error", "out_of_memory", "exit", "seconds", "cpu"}
         assert answer["ok"] == (answer["error"] is None and not answer["exit"])
         for name in self.written:
             answer[name] = self.written[name].decode()

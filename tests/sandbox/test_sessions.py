@@ -98,6 +98,38 @@ async def test_a_program_without_memory_is_told_so_and_its_session_goes_on(
     assert (await run("x, len(bytearray(50_000_000))")).stdout == "(1, 50000000)\n"
 
 
+async def test_a_notebook_without_memory_is_told_so(client: SandboxClient) -> None:
+    fill = "kept = []\nwhile True: kept.append(str(len(kept)))"
+    done = await client.run_jupyter([fill, "del kept\n1 + 1"], memory_limit_mb=100)
+    assert done.outcome == "out_of_memory"
+    assert [one["ename"] for one in done.cells[0].error] == ["MemoryError"]
+    assert done.cells[1].display[0]["text/plain"] == "2", "it went on"
+
+
+async def test_limits_of_the_programs_own_are_left_alone(client: SandboxClient) -> None:
+    """As those of HumanEval's and APPS's harnesses are."""
+    lower = "import resource, sys\nfor what in (resource.RLIMIT_AS, resource.RLIMIT_DATA):\n    {}\n"
+    hard = lower.format("resource.setrlimit(what, (900 << 20, 900 << 20))")
+    for _ in range(2):
+        done = await client.run(hard + "print('still here')", session_id="lowers")
+        assert (done.outcome, done.stdout) == ("ok", "still here\n")
+    script = await client.run(hard + "print('over')\nsys.exit(3)")
+    assert (script.return_code, script.stdout, script.stderr) == (3, "over\n", "")
+    soft = lower.format("resource.setrlimit(what, (700 << 20, resource.getrlimit(what)[1]))")
+    await client.run(soft, session_id="softly")
+    kept = await client.run(
+        "[resource.getrlimit(7 + 2)[0] >> 20, resource.getrlimit(2)[0] >> 20]", session_id="softly", show_value=True
+    )
+    assert kept.stdout == "[700, 700]\n"
+
+
+async def test_a_cell_within_a_cell_leaves_the_reserve_where_it_was(client: SandboxClient) -> None:
+    code = "kept = []\nget_ipython().run_cell('1')\nwhile True: kept.append(str(len(kept)))"
+    done = await client.run(code, session_id="nested", memory_limit_mb=100)
+    assert (done.outcome, done.session_is_over) == ("out_of_memory", False)
+    assert done.stderr.splitlines()[-1] == "MemoryError"
+
+
 async def test_a_new_sessions_memory_may_be_less(client: SandboxClient) -> None:
     done = await client.run("x = bytearray(400_000_000)\nlen(x)", session_id="small", memory_limit_mb=100)
     assert done.outcome == "out_of_memory"

@@ -99,6 +99,8 @@ def main(source, imports, function):
     except BaseException as error:
         try:
             report(error, sources)
+        except MemoryError:
+            write(2, b"\\nMemoryError\\n")
         finally:
             leave(1)
     answer = marker + answer + b"\\n"

@@ -65,6 +65,7 @@ class Answer(TypedDict):
     display: list[dict[str, Any]]
     """One for each display and for the value of the last expression: type of content → content, images in base64."""
     error: Error | None
+    out_of_memory: bool
     exit: int | None
     """The status, where the cell called exit()."""
     seconds: float
@@ -82,6 +83,7 @@ class Cells:
         self.shown: BaseException | None = None
         self.awaiting: asyncio.Task[Any] | None = None
         self.interrupted = False
+        self.out_of_memory = False
         self.pid = os.getpid()
         self.streams = (sys.stdout, sys.stderr)
         self.shell = new_shell(self)
@@ -115,6 +117,7 @@ class Cells:
         began, cpu_before = perf_counter(), _cpu_seconds()
         error: Error | None = None
         status: int | None = None
+        self.out_of_memory = False
         try:
             error, status = self._run(code, mode)
         except BaseException as failure:  # interrupted at the very end, or IPython itself is broken
@@ -128,6 +131,7 @@ class Cells:
             os._exit(0 if ok else status or 1)
         displayed = self._take_displayed()
         rest = {"ok": ok, "error": error, "exit": status, "seconds": seconds, "cpu": cpu}
+        rest["out_of_memory"] = self.out_of_memory
         text = f'{{"display": [{", ".join(displayed)}], {json.dumps(rest, ensure_ascii=False)[1:]}'
         return text.encode("utf-8", "replace")
 
@@ -200,12 +204,12 @@ class Cells:
             self.awaiting.get_loop().call_soon_threadsafe(lambda: None)  # wakes the loop
 
     def _error(self, failure: BaseException, mode: Mode) -> Error:
-        if isinstance(failure, MemoryError):
-            failure.__context__ = None  # of the same kind: there was no memory for a traceback either
+        self.out_of_memory = isinstance(failure, MemoryError)
+        program.shorten(failure)
         lines = self._lines(failure, mode)
         if mode == "script":
             _complain("".join(lines))
-        if isinstance(failure, MemoryError):  # what functions had in hand isn't kept for a debugger
+        if self.out_of_memory:  # what functions had in hand isn't kept for a debugger
             traceback.clear_frames(failure.__traceback__)
         return _described(failure, lines)
 
@@ -289,7 +293,16 @@ def _send(channel: int, body: bytes) -> None:
 
 def _refusal() -> bytes:
     error = Error(ename="SandboxError", evalue=NO_IPYTHON, traceback=[f"SandboxError: {NO_IPYTHON}"])
-    return json.dumps(Answer(ok=False, display=[], error=error, exit=None, seconds=0.0, cpu=0.0)).encode()
+    rest: Answer = {
+        "ok": False,
+        "display": [],
+        "error": error,
+        "out_of_memory": False,
+        "exit": None,
+        "seconds": 0.0,
+        "cpu": 0.0,
+    }
+    return json.dumps(rest).encode()
 
 
 def _cpu_seconds() -> float:

@@ -126,6 +126,7 @@ class Clone:
                     raise
                 reason = getattr(error, "strerror", None) or error
                 raise BadFile(f"{path[:200]!r} can't be written: {reason}") from error
+        self.spec["files"] = {}  # the program's memory is counted from here
 
 
 def _write(path: str, data: bytes) -> None:

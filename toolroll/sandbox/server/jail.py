@@ -105,7 +105,7 @@ def become(user: int) -> None:
 
 
 class OwnMemory(NamedTuple):
-    """Bytes that a process has before it becomes the program. What it asks for on top is the program's."""
+    """Bytes that a warm interpreter has, and so every clone of it. What one asks for on top is the program's."""
 
     address_space: int
     data: int

@@ -120,6 +120,12 @@ def end(status: int, main: types.ModuleType) -> NoReturn:
     os._exit(status & 0xFF)
 
 
+def shorten(error: BaseException) -> None:
+    """Of MemoryErrors that came one upon the other, as there was no memory for a traceback either, leave the last."""
+    if isinstance(error, MemoryError) and isinstance(error.__context__, MemoryError):
+        error.__context__ = None
+
+
 def _end_of(error: BaseException, path: str) -> int:
     """Say what has to be said of the exception that ended the program. The exit status; negative for a signal."""
     if isinstance(error, SystemExit):
@@ -138,8 +144,7 @@ def _end_of(error: BaseException, path: str) -> int:
     while trace is not None and trace.tb_frame.f_code.co_filename != path:
         trace = trace.tb_next  # our own frames
     error.__traceback__ = trace
-    if isinstance(error, MemoryError):
-        error.__context__ = None  # of the same kind: there was no memory for a traceback either
+    shorten(error)
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException:  # the program's own hook failed

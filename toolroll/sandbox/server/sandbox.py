@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 SCIENTIFIC = ("numpy", "sympy", "pandas")
 NOTEBOOK = (*SCIENTIFIC, "matplotlib.pyplot", "IPython", "toolroll.sandbox.server.cells:prepare")
 COPIED = 32 * MEGABYTE
-"""Bytes that a program's cgroup has beyond its limit: what it copies of a warm interpreter's memory by using it. So it
-meets its own limit first, as a MemoryError, and is killed only where it evades that."""
+"""Bytes that a Python program's cgroup has beyond its limit: what it copies of a warm interpreter's memory by using it.
+So it meets its own limit first, as a MemoryError, and is killed only where it evades that."""
 _SCIENTIFIC_CODE = re.compile(rf"\b({'|'.join(SCIENTIFIC)})\b")
 PROGRAMS_PER_INTERPRETER = 8
 """An interpreter clones itself some hundred times a second; that is enough for so many programs at once."""
@@ -128,6 +128,7 @@ class Sandbox:
                 left = request.total_timeout - (time.monotonic() - began)
                 cell = await session.run(code, "notebook", min(left, request.cell_timeout or left))
                 response.cells.append(_cell_result(cell))
+                driver.memory_exceeded |= cell.result.memory_exceeded
                 if cell.result.status is CommandStatus.TIME_LIMIT_EXCEEDED or session.is_over:
                     driver = cell.result.model_copy(update={"stdout": "", "stderr": ""})
                     response.status = RunStatus.FAILED
@@ -226,15 +227,20 @@ class Sandbox:
             spec["directory"], user = self._scratch.take()
             if user is not None:
                 spec["user"] = user
-        return self.isolation.cgroups.take(spec["memory"] + COPIED) if self.isolation.cgroups else None
+        copied = 0 if spec["kind"] == "commands" else COPIED
+        return self.isolation.cgroups.take(spec["memory"] + copied) if self.isolation.cgroups else None
 
     def _release_when_gone(self, process: Process, cgroup: Cgroup | None, spec: Spec) -> None:
         def release(_: object) -> None:
+            # Of one whose end isn't known something may still run, in that cgroup and as that user.
+            use_again = process.status is not None
             if cgroup and self.isolation.cgroups:
-                self.isolation.cgroups.give_back(cgroup)
+                if use_again:
+                    self.isolation.cgroups.give_back(cgroup)
+                else:
+                    cgroup.remove()
             if self._scratch:
-                # Of one whose end isn't known something may still run, as that user.
-                self._spawn(self._scratch.give_back(spec["directory"], use_again=process.status is not None))
+                self._spawn(self._scratch.give_back(spec["directory"], use_again=use_again))
 
         process.gone.add_done_callback(release)
 

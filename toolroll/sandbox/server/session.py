@@ -30,7 +30,6 @@ from toolroll.sandbox.server.job import (
     FETCHED_WITHIN,
     BadRequest,
     JobFailed,
-    ends_for_memory,
     fetched,
     report_lines,
     report_size,
@@ -197,7 +196,7 @@ class Session:
             stderr=errors,
             stdout_truncated=cut_out,
             stderr_truncated=cut_err,
-            memory_exceeded=killed or (return_code != 0 and ends_for_memory(errors)),
+            memory_exceeded=killed or (answer is not None and answer.get("out_of_memory") is True),
         )
         display = answer.get("display") if answer else None
         error = answer.get("error") if answer else None

@@ -76,7 +76,7 @@ def _shell_class(cells: Cells) -> Any:
             return False
 
         async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
-            reserve.keep()
+            kept = reserve.keep()
             try:
                 if cells.interrupted:
                     raise KeyboardInterrupt
@@ -85,12 +85,14 @@ def _shell_class(cells: Cells) -> Any:
                 else:
                     exec(code_obj, self.user_global_ns, self.user_ns)  # noqa: S102
             except BaseException as error:  # whatever it is, it ends the cell
-                reserve.use()
+                if kept:  # else this is a cell within a cell
+                    reserve.use()
                 sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
                 if result is not None:
                     result.error_in_exec = error
                 return True
-            reserve.use()
+            if kept:
+                reserve.use()
             return False
 
         def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
