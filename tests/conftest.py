@@ -40,9 +40,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes comes first, so that no process waits for another at the end."""
-    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests/special_e2e"))
-    items.sort(key=lambda item: not item.path.is_relative_to(ROOT / "tests/integrations"))
+    """What takes all processors for minutes comes first; what measures time on a cluster, when that should be over."""
+    order = ["integrations", "special_e2e", "sglang", "sandbox", "cluster"]
+
+    def place(item: pytest.Item) -> int:
+        names = item.path.relative_to(ROOT / "tests").parts[0], _dear(item.path)
+        return min((order.index(name) for name in names if name in order), default=len(order))
+
+    items.sort(key=place)
 
 
 @functools.cache
