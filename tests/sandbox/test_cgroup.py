@@ -19,12 +19,9 @@ def cgroups() -> Iterator[Cgroups]:
     found.close()
 
 
-@pytest.mark.parametrize("looked_at", [True, False])
-def test_a_spare_one_that_somebody_cleared_away_is_made_anew(cgroups: Cgroups, looked_at: bool) -> None:
+def test_a_spare_one_that_somebody_cleared_away_is_made_anew(cgroups: Cgroups) -> None:
     cgroups.close()
     spare = cgroups.take(1 << 28)
-    if looked_at:
-        assert spare.memory_kills() == 0
     cgroups.give_back(spare)
     for directory in spare.directories:
         directory.rmdir()

@@ -38,8 +38,17 @@ class Cgroup:
     held: list[int] = field(default_factory=list)
     """The directories, open and locked."""
     limit: int = -1
-    _open: dict[str, int] = field(default_factory=dict)
-    """Name → descriptor, of the files that are read for each program."""
+    _events: int = -1
+    _usage: int = -1
+
+    def open(self) -> None:
+        """Open what is read and written for each program."""
+        self.descriptors = [os.open(directory / "cgroup.procs", os.O_WRONLY) for directory in self.directories]
+        events, usage = "memory.oom_control", "memory.usage_in_bytes"
+        if self.version == 2:
+            events, usage = "memory.events", "memory.current"
+        self._events = os.open(self.memory / events, os.O_RDONLY | os.O_CLOEXEC)
+        self._usage = os.open(self.memory / usage, os.O_RDONLY | os.O_CLOEXEC)
 
     def set_memory(self, most: int) -> None:
         """Limit the memory, swap included, to so many bytes."""
@@ -62,30 +71,25 @@ class Cgroup:
 
     def memory_kills(self) -> int:
         """How many processes the kernel has ended here for want of memory, ever."""
-        events = self._read("memory.events" if self.version == 2 else "memory.oom_control")
-        found = re.search(rb"^oom_kill (\d+)", events, re.MULTILINE)
+        found = re.search(rb"^oom_kill (\d+)", os.pread(self._events, 4096, 0), re.MULTILINE)
         return int(found[1]) if found else 0
 
     def memory_in_use(self) -> int:
         """How many bytes are charged to it."""
-        return int(self._read("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
+        return int(os.pread(self._usage, 32, 0))
 
     def remove(self) -> None:
         """Take it away. Only what is empty can be."""
-        for descriptor in (*self.descriptors, *self._open.values()):
-            os.close(descriptor)
-        self.descriptors, self._open = [], {}
+        for descriptor in (*self.descriptors, self._events, self._usage):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.descriptors, self._events, self._usage = [], -1, -1
         for directory in self.directories:
             with contextlib.suppress(OSError):
                 directory.rmdir()
         for descriptor in self.held:
             os.close(descriptor)
         self.held = []
-
-    def _read(self, name: str) -> bytes:
-        if name not in self._open:
-            self._open[name] = os.open(self.memory / name, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(self._open[name], 4096, 0)
 
 
 class Cgroups:
@@ -163,7 +167,7 @@ class Cgroups:
             cgroup.remove()
             return self._make()
         (self.parents["pids"] / name / "pids.max").write_text(str(self.processes))
-        cgroup.descriptors = [os.open(directory / "cgroup.procs", os.O_WRONLY) for directory in directories]
+        cgroup.open()
         return cgroup
 
     def _clear_away(self) -> None:
