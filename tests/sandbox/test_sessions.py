@@ -130,6 +130,17 @@ async def test_a_cell_within_a_cell_leaves_the_reserve_where_it_was(client: Sand
     assert done.stderr.splitlines()[-1] == "MemoryError"
 
 
+async def test_programs_that_end_after_many_sessions_are_told_at_the_first_attempt(client: SandboxClient) -> None:
+    """There are more cgroups than the server keeps: those of the programs go with them."""
+    names = [f"many-{number}" for number in range(8)]
+    await asyncio.gather(*(client.run("1", session_id=name) for name in names))
+    programs = [asyncio.create_task(client.run("import time; time.sleep(2); print(1)")) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    await asyncio.gather(*map(client.end_session, names))
+    for done in await asyncio.gather(*programs):
+        assert (done.stdout, done.attempts) == ("1\n", 1)
+
+
 async def test_a_new_sessions_memory_may_be_less(client: SandboxClient) -> None:
     done = await client.run("x = bytearray(400_000_000)\nlen(x)", session_id="small", memory_limit_mb=100)
     assert done.outcome == "out_of_memory"

@@ -68,6 +68,9 @@ class Job:
         self._commands_ended = 0
         self._timer: asyncio.TimerHandle | None = None
         self._memory_kills = cgroup.memory_kills() if cgroup else 0
+        self._killed_for_memory = False
+        # As soon as it is gone: a moment later the cgroup may be another's.
+        self.process.gone.add_done_callback(lambda _: self._look_at_memory())
 
     async def run(self, interpreter: Interpreter) -> Finished:
         """Run it. Cancelling this ends the program."""
@@ -147,7 +150,6 @@ class Job:
         stdout, stderr = (stream.close().decode(errors="replace") for stream in streams)
         timed_out = last and self._timed_out
         return_code = os.waitstatus_to_exitcode(report["status"])
-        killed = self.cgroup is not None and self.cgroup.memory_kills() > self._memory_kills
         return CommandRunResult(
             status=CommandStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandStatus.FINISHED,
             execution_time=report["seconds"],
@@ -157,8 +159,12 @@ class Job:
             cpu_time=report["cpu"],
             stdout_truncated=streams[0].truncated,
             stderr_truncated=streams[1].truncated,
-            memory_exceeded=last and (killed or (return_code != 0 and ends_for_memory(stderr))),
+            memory_exceeded=last and (self._killed_for_memory or (return_code != 0 and ends_for_memory(stderr))),
         )
+
+    def _look_at_memory(self) -> None:
+        if self.cgroup:
+            self._killed_for_memory = self.cgroup.memory_kills() > self._memory_kills
 
 
 def ends_for_memory(stderr: str) -> bool:

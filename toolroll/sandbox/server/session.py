@@ -73,7 +73,7 @@ class Session:
         self._stdout, self._stderr, self._report = Output(output), Output(output), Output(report_size(spec))
         self._channel, self._theirs = socket.socketpair()
         self._channel.setblocking(False)
-        self._memory_kills = cgroup.memory_kills() if cgroup else 0
+        self._memory_kills = self._kills_told = cgroup.memory_kills() if cgroup else 0
         self.process.gone.add_done_callback(lambda _: self._close())
 
     @property
@@ -185,8 +185,9 @@ class Session:
         else:
             exit_code = answer.get("exit")
             return_code = exit_code if isinstance(exit_code, int) else int(not answer.get("ok"))
-        kills = self.cgroup.memory_kills() if self.cgroup else 0
-        killed, self._memory_kills = kills > self._memory_kills, kills
+        if not self.process.gone.done():
+            self._look_at_memory()
+        killed, self._kills_told = self._memory_kills > self._kills_told, self._memory_kills
         result = CommandRunResult(
             status=CommandStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandStatus.FINISHED,
             execution_time=_number(answer, "seconds", seconds),
@@ -206,7 +207,12 @@ class Session:
             error if isinstance(error, dict) and _is_flat(error) else None,
         )
 
+    def _look_at_memory(self) -> None:
+        if self.cgroup:
+            self._memory_kills = self.cgroup.memory_kills()
+
     def _close(self) -> None:
+        self._look_at_memory()  # a moment later the cgroup may be another's
         self._begun.set()
         self._channel.close()
         for stream in (self._stdout, self._stderr, self._report):
