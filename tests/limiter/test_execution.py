@@ -87,7 +87,7 @@ async def test_without_a_limit_the_workers_are_the_limit(mode: PoolMode) -> None
     await asyncio.gather(*(pool.execute(nap, 0) for _ in range(8)))
     began = time.monotonic()
     await asyncio.gather(*(pool.execute(nap, 0.5) for _ in range(16)))
-    assert 1.0 <= time.monotonic() - began < 2.5
+    assert 1.0 <= time.monotonic() - began < 6
     pool.close()
 
 
@@ -116,5 +116,5 @@ async def test_a_cancelled_call_gives_its_slot_back() -> None:
     settled(resource)
     began = time.monotonic()
     await asyncio.gather(*(pool.execute(nap, 0.1) for _ in range(2)))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5
     pool.close()

@@ -202,7 +202,7 @@ async def test_who_asks_to_be_left_alone_beyond_the_deadline_is() -> None:
     async with FaultServer([answer(429, headers={"Retry-After": "60"})]) as server, engine_of(server.url) as engine:
         began = time.monotonic()
         assert "left alone for 60 s" in await fault(engine, EngineUnavailable, 10)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
         assert len(asked(server)) == 1
 
 

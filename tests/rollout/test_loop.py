@@ -129,13 +129,15 @@ async def test_calls_of_one_turn_run_at_once(model: Model) -> None:
         Args:
             seconds: How long.
         """
+        seen.append("begun")
         await asyncio.sleep(seconds)
+        seen.append("ended")
         return f"{seconds}"
 
-    began = time.monotonic()
-    trajectory = await model.run([call("wait", seconds=0.6) + call("wait", seconds=0.3), "Done."], [wait])
-    assert time.monotonic() - began < 0.9
-    assert [message.content for message in trajectory.messages if message.role == "tool"] == ["0.6", "0.3"]
+    seen: list[str] = []
+    trajectory = await model.run([call("wait", seconds=0.4) + call("wait", seconds=0.2), "Done."], [wait])
+    assert seen == ["begun", "begun", "ended", "ended"]
+    assert [message.content for message in trajectory.messages if message.role == "tool"] == ["0.4", "0.2"]
 
 
 async def test_a_long_answer_is_cut_to_a_length_in_tokens(model: Model) -> None:
@@ -290,7 +292,7 @@ async def test_abort_keeps_what_was_sampled_and_resume_goes_on_from_there(model:
     await asyncio.sleep(0.3)
     began = time.monotonic()
     await rollout.abort()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 3
     assert engine.in_flight == 0
     await asyncio.sleep(0.3)
     assert engine.in_flight == 0, "and nothing begins"

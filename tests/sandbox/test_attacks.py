@@ -809,7 +809,7 @@ async def promptly(client: SandboxClient, work: str, *, within: float) -> Execut
     await asyncio.sleep(1)
     pinged = time.monotonic()
     await client.ping()
-    assert time.monotonic() - pinged < 0.5
+    assert time.monotonic() - pinged < 1.5
     done = await client.run("print(sum(range(10**6)))")
     assert (done.outcome, done.stdout) == (Outcome.OK, "499999500000\n")
     assert time.monotonic() - began - 1 < within

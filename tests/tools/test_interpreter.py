@@ -207,12 +207,12 @@ async def test_without_sessions_a_program_that_ends_the_interpreter_is_told_too(
 
 async def test_a_call_waits_for_the_one_before_it_no_longer_than_its_deadline(sandbox_url: str) -> None:
     async with ToolInstance(stateful(sandbox_url)) as instance:
-        first = asyncio.create_task(say(instance, "import time; time.sleep(2)"))
+        first = asyncio.create_task(say(instance, "import time; time.sleep(4)"))
         await asyncio.sleep(0.1)
         began = time.monotonic()
         with pytest.raises(PolicyFault, match="took all the time"):
             await instance.execute({"code": "1"}, deadline=began + 0.5)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 3
         await first
 
 
@@ -222,16 +222,16 @@ async def test_release_needs_no_slot_and_asks_nobody_where_nothing_was_run() -> 
         async with ToolInstance(tool) as busy:
             async with ToolInstance(tool) as instance:
                 await say(instance, "1")
-                running = asyncio.create_task(say(busy, "import time; time.sleep(3)"))
+                running = asyncio.create_task(say(busy, "import time; time.sleep(4)"))
                 await asyncio.sleep(0.3)
                 began = time.monotonic()
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 3
             assert sessions_of(server.url) == 1
             await running
     began = time.monotonic()
     async with ToolInstance(stateful(server.url)):
         pass
-    assert time.monotonic() - began < 0.5, "though it is gone"
+    assert time.monotonic() - began < 2, "though it is gone"
 
 
 CELLS = st.lists(
