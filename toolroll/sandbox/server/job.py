@@ -163,8 +163,8 @@ class Job:
         )
 
     def _look_at_memory(self) -> None:
-        if self.cgroup:
-            self._killed_for_memory = self.cgroup.memory_kills() > self._memory_kills
+        with contextlib.suppress(OSError):  # somebody has cleared it away
+            self._killed_for_memory = self.cgroup is not None and self.cgroup.memory_kills() > self._memory_kills
 
 
 def ends_for_memory(stderr: str) -> bool:

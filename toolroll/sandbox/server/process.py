@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import logging
 import os
 import signal
 import time
 from collections.abc import Callable
-
-logger = logging.getLogger(__name__)
 
 
 class Process:
@@ -28,13 +25,12 @@ class Process:
         self.seconds = 0.0
         self.failure = ""
         """Why it was never begun, or its end isn't known. Not the program's doing."""
-        self._loop = asyncio.get_running_loop()
         self._begun = begun
         self._began = 0.0
         self._process = -1
         self._end: Callable[[], None] | None = None
         self._to_be_killed = False
-        self.gone: asyncio.Future[None] = self._loop.create_future()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def is_to_end(self) -> bool:

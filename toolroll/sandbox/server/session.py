@@ -208,8 +208,8 @@ class Session:
         )
 
     def _look_at_memory(self) -> None:
-        if self.cgroup:
-            self._memory_kills = self.cgroup.memory_kills()
+        with contextlib.suppress(OSError):  # somebody has cleared it away
+            self._memory_kills = self.cgroup.memory_kills() if self.cgroup else 0
 
     def _close(self) -> None:
         self._look_at_memory()  # a moment later the cgroup may be another's
