@@ -1,6 +1,7 @@
 """Whatever servers do: what was sampled, or a fault of the infrastructure's, by the deadline."""
 
 import asyncio
+import gc
 import logging
 import pickle
 import socket
@@ -464,6 +465,18 @@ async def test_closing_ends_the_calls_that_are_on_their_way() -> None:
         await engine.close()
         ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 2)
         assert {type(end) for end in ends} == {EngineUnavailable}
+
+
+async def test_an_engine_that_is_dropped_closes_its_connections() -> None:
+    async with FaultServer([OK]) as server:
+        engine = engine_of(server.url)
+        await generate(engine)
+        assert server.open == 1
+        engine.itself = engine  # type: ignore[attr-defined]  # as one that a traceback's frames refer to
+        del engine
+        gc.collect()
+        await server.all_closed()
+        assert server.open == 0
 
 
 def test_a_loop_that_ends_takes_its_connections_along() -> None:

@@ -98,6 +98,14 @@ async def test_a_program_without_memory_is_told_so_and_its_session_goes_on(
     assert (await run("x, len(bytearray(50_000_000))")).stdout == "(1, 50000000)\n"
 
 
+async def test_memory_is_limited_over_the_whole_session(client: SandboxClient) -> None:
+    done = [
+        await client.run(f"part{number} = bytearray(60_000_000)", session_id="adding", memory_limit_mb=100)
+        for number in range(2)
+    ]
+    assert [one.outcome for one in done] == ["ok", "out_of_memory"]
+
+
 async def test_a_notebook_without_memory_is_told_so(client: SandboxClient) -> None:
     fill = "kept = []\nwhile True: kept.append(str(len(kept)))"
     done = await client.run_jupyter([fill, "del kept\n1 + 1"], memory_limit_mb=100)
@@ -117,9 +125,8 @@ async def test_limits_of_the_programs_own_are_left_alone(client: SandboxClient) 
     assert (script.return_code, script.stdout, script.stderr) == (3, "over\n", "")
     soft = lower.format("resource.setrlimit(what, (700 << 20, resource.getrlimit(what)[1]))")
     await client.run(soft, session_id="softly")
-    kept = await client.run(
-        "[resource.getrlimit(7 + 2)[0] >> 20, resource.getrlimit(2)[0] >> 20]", session_id="softly", show_value=True
-    )
+    seen = "[resource.getrlimit(what)[0] >> 20 for what in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]"
+    kept = await client.run(seen, session_id="softly", show_value=True)
     assert kept.stdout == "[700, 700]\n"
 
 

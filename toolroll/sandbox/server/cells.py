@@ -293,16 +293,8 @@ def _send(channel: int, body: bytes) -> None:
 
 def _refusal() -> bytes:
     error = Error(ename="SandboxError", evalue=NO_IPYTHON, traceback=[f"SandboxError: {NO_IPYTHON}"])
-    rest: Answer = {
-        "ok": False,
-        "display": [],
-        "error": error,
-        "out_of_memory": False,
-        "exit": None,
-        "seconds": 0.0,
-        "cpu": 0.0,
-    }
-    return json.dumps(rest).encode()
+    answer = Answer(ok=False, display=[], error=error, out_of_memory=False, exit=None, seconds=0.0, cpu=0.0)
+    return json.dumps(answer).encode()
 
 
 def _cpu_seconds() -> float:

@@ -80,7 +80,8 @@ class Supervisor:
         if number == signal.SIGTERM:
             self.is_to_end = True
             if self.child:  # it may not be the program's user yet
-                os.kill(self.child, signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    os.kill(self.child, signal.SIGKILL)
             self._kill_all()
         elif self.child:
             with contextlib.suppress(OSError):
