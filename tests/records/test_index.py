@@ -68,9 +68,9 @@ def test_nothing_is_read_before_it_is_asked_for(path: Path) -> None:
 
 def test_a_time_slice_is_kept(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_bytes(line(0) * 20_000)
-    step, began = Shelf(tmp_path).steps[0], time.perf_counter()
+    step, began = Shelf(tmp_path).steps[0], time.process_time()
     assert not step.index(seconds=0.02)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 0.5
     before = len(step)
     assert 0 < before < 20_000
     assert not step.index(seconds=0.0)

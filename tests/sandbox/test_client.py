@@ -402,7 +402,7 @@ async def test_a_full_endpoint_of_two_is_left_alone_and_the_other_is_asked_at_on
         began = time.monotonic()
         for _ in range(20):
             assert (await client.run("1")).endpoint == free.url
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 2
     assert len(busy.requests) <= 1
 
 

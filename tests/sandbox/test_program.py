@@ -153,16 +153,16 @@ async def test_random_numbers_differ_from_run_to_run(client: SandboxClient) -> N
 
 
 async def test_output_so_far_and_the_place_are_shown_when_the_time_is_over(client: SandboxClient) -> None:
-    done = await client.run("print('begun')\nwhile True:\n    x = 1", run_timeout=0.3)
+    done = await client.run("print('begun')\nwhile True:\n    x = 1", run_timeout=1)
     assert done.outcome == "timeout"
     assert done.return_code is None
     assert done.stdout == "begun\n"
     assert re.search(r"main.py\", line [23]", done.stderr)
-    assert 0.3 <= done.execution_time < 1.0
+    assert 1 <= done.execution_time < 4
 
 
 async def test_a_program_that_ignores_the_interrupt_is_killed(client: SandboxClient) -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
-    done = await client.run(code, run_timeout=0.3)
+    done = await client.run(code, run_timeout=1)
     assert (done.outcome, done.stdout) == ("timeout", "begun\n")
-    assert done.execution_time < 2.0
+    assert done.execution_time < 4

@@ -33,7 +33,7 @@ async def test_a_failed_cell_keeps_the_session(client: SandboxClient) -> None:
 
 async def test_a_cell_out_of_time_is_interrupted_and_the_session_kept(client: SandboxClient) -> None:
     await client.run("x = 1", session_id="slow")
-    slow = await client.run("print('begun')\nwhile True: x += 1", session_id="slow", run_timeout=0.3)
+    slow = await client.run("print('begun')\nwhile True: x += 1", session_id="slow", run_timeout=1)
     assert (slow.outcome, slow.stdout) == ("timeout", "begun\n")
     after = await client.run("x > 1", session_id="slow")
     assert (after.stdout, after.session_is_new) == ("True\n", False)
@@ -41,7 +41,7 @@ async def test_a_cell_out_of_time_is_interrupted_and_the_session_kept(client: Sa
 
 async def test_a_cell_that_wont_be_interrupted_ends_the_session(client: SandboxClient) -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
-    stuck = await client.run(code, session_id="stuck", run_timeout=0.3)
+    stuck = await client.run(code, session_id="stuck", run_timeout=1)
     assert (stuck.outcome, stuck.stdout) == ("timeout", "begun\n")
     assert (await client.run("1", session_id="stuck")).session_is_new
 

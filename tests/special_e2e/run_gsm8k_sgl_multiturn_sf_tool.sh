@@ -17,13 +17,15 @@ data=${TOOLROLL_GSM8K:-$root/examples/verl_gsm8k/questions.jsonl}
 work=$(mktemp -d /var/tmp/toolroll-e2e.XXXXXX) # not below /tmp, which programs in the sandbox have of their own
 started=()
 leave() {
-  local status=$? pid
+  local status=$? pid ends
   trap - EXIT
   tmux -L "toolroll-$$" kill-server 2>/dev/null || true
   ((status == 0)) || tail -n 30 "$work"/*.log >&2
   for pid in "${started[@]}"; do kill "$pid" 2>/dev/null || true; done
+  ends=$((SECONDS + 10)) # a node of Ray's waits half a minute for its detached actors, and takes them with it anyhow
   for pid in "${started[@]}"; do
-    timeout 20 tail --pid="$pid" --follow /dev/null || kill -KILL "$pid" 2>/dev/null || true
+    while kill -0 "$pid" 2>/dev/null && ((SECONDS < ends)); do sleep 0.2; done
+    kill -KILL "$pid" 2>/dev/null || true
   done
   rm -rf "$work"
   exit "$status"
@@ -39,6 +41,7 @@ start() {
   shift
   setpriv --pdeathsig TERM "$@" >"$log" 2>&1 &
   started+=($!)
+  disown # else bash tells of each that had to be killed
 }
 # until_up NAME COMMAND…: wait until the command succeeds
 until_up() {

@@ -135,7 +135,7 @@ class Slow(Probe):
             except asyncio.CancelledError:
                 if not self.stubborn:
                     raise
-                await asyncio.sleep(1)
+                await asyncio.sleep(5)
                 return
 
 
@@ -146,7 +146,7 @@ async def test_a_release_that_never_ends_is_given_up(stubborn: bool, caplog: pyt
     began = asyncio.get_running_loop().time()
     async with ToolInstance(tool, create_kwargs={"script": Script()}, release_timeout=0.1):
         pass
-    assert asyncio.get_running_loop().time() - began < 0.9
+    assert asyncio.get_running_loop().time() - began < 4
     assert "took more than 0.1 s" in caplog.text
     assert sum(tool.released.values()) == 1
     await asyncio.sleep(0)

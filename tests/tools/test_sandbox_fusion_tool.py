@@ -417,7 +417,7 @@ async def test_a_broken_sandbox_is_told_by_the_deadline(script: list[fault_serve
         began = time.monotonic()
         with pytest.raises(InfraFault) as error:
             await call(tool, "1", within=1.0)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 3
         assert fault_of(error.value) is Fault.INFRA
         assert server.url in str(error.value)
         assert error.value.metrics["queue_wait"] < 1
@@ -467,27 +467,27 @@ async def test_who_is_cancelled_leaves_at_once_and_the_slot_follows_when_the_pro
 ) -> None:
     async with Proxy(sandbox_url) as proxy:
         tool = SandboxFusionTool({"sandbox_fusion_url": proxy.url, "rate_limit": 1, "default_timeout": 5})
-        first = asyncio.create_task(call(tool, "import time; time.sleep(1.5)"))
+        first = asyncio.create_task(call(tool, "import time; time.sleep(3)"))
         await asyncio.sleep(0.4)
         began = time.monotonic()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 2
         assert await text(tool, "1") == "1"
-        assert time.monotonic() - began > 0.8, "it had to wait: the sandbox was not done"
+        assert time.monotonic() - began > 2, "it had to wait: the sandbox was not done"
         assert proxy.most == 1
 
 
 async def test_who_leaves_at_the_deadline_leaves_the_slot_to_the_sandbox_until_it_has_answered() -> None:
-    async with FaultServer([fault_server.after(1.5, answer()), answer()]) as server:
+    async with FaultServer([fault_server.after(3, answer()), answer()]) as server:
         tool = SandboxFusionTool({"sandbox_fusion_url": server.url, "rate_limit": 1, "default_timeout": 5})
         began = time.monotonic()
         with pytest.raises(InfraFault, match="no complete answer by the deadline"):
             await call(tool, "1", within=0.5)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 2.5
         assert await text(tool, "1") == "2"
-        assert time.monotonic() - began > 1.4
+        assert time.monotonic() - began > 2.9
         assert server.most == 1
 
 
