@@ -267,3 +267,17 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert rates[100] == 0.0
     pace.at(status(tokens=0, seconds=1.0))
     assert pace.at(status(tokens=70, seconds=2.0)).tokens == pytest.approx(70.0), "a board that died begins at 0"
+
+
+def test_a_rate_of_long_trajectories_is_not_that_of_the_moment_at_which_they_end() -> None:
+    """100 at once, each of 1,000 tokens in 50 seconds: 2,000 tokens per second, though nothing ends but every 50."""
+    pace, rates = Pace(), []
+    for half in range(1200):
+        ended = half // 100 * 100
+        tally = {"seconds": {"mean": 50.0}} if ended else {}
+        now = status(done=ended, tokens=1000 * ended, seconds=half / 2, tally=tally)
+        rates.append(pace.at(now).tokens)
+        if not ended:
+            assert "– tokens/s" in line(now, Rates()), "nobody knows, before the first of them have ended"
+    assert all(1000 <= rate <= 3000 for rate in rates[100:]), rates
+    assert sum(rates[100:]) / len(rates[100:]) == pytest.approx(2000, rel=0.1)

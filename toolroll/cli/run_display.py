@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,7 +17,11 @@ from rich.text import Text
 from toolroll.run.status import Rates, Status, seconds_left
 
 WINDOW = 15.0
-"""Seconds that a rate is taken over: trajectories end in batches, and so does what is known of them."""
+"""Seconds that a rate is taken over, at least."""
+TRAJECTORIES = 2.0
+"""And trajectories' mean durations: they end in batches, and what they did is known when they end."""
+MOMENTS = 60
+"""At most so many are remembered."""
 LABEL = 8
 """Columns of the names at the left."""
 MINUTE, HOUR, DAY = 60, 3600, 86400
@@ -29,10 +35,14 @@ class Pace:
 
     def at(self, status: Status) -> Rates:
         """The rates at this moment."""
+        window = math.inf  # until something has ended
+        if _has_begun_to_end(status):
+            window = max(WINDOW, TRAJECTORIES * status.tally.get("seconds", {}).get("mean", 0.0))
         if self._lately and status.seconds < self._lately[-1].seconds:  # a board that died counts from when it is back
             self._lately.clear()
-        self._lately.append(status)
-        while len(self._lately) > 2 and self._lately[1].seconds <= status.seconds - WINDOW:
+        if not self._lately or status.seconds - self._lately[-1].seconds >= window / MOMENTS:
+            self._lately.append(replace(status, tally={}))
+        while len(self._lately) > 1 and self._lately[1].seconds <= status.seconds - window:
             self._lately.popleft()
         return Rates.between(self._lately[0], status)
 
@@ -44,8 +54,8 @@ def panel(title: str, status: Status, rates: Rates) -> RenderableType:
     for width, ratio in ((LABEL, 3), (9, 3), (7, 2)):
         facts.add_column(style="dim", width=width)
         facts.add_column(style="bold", ratio=ratio, no_wrap=True, overflow="ellipsis")
-    facts.add_row("done", _count(status.done), "tokens/s", _rate(rates.tokens), "reward", _reward(tally))
-    facts.add_row("running", _count(status.running), "calls/s", _rate(rates.calls), "solved", _solved(tally))
+    facts.add_row("done", _count(status.done), "tokens/s", _rate(rates.tokens, status), "reward", _reward(tally))
+    facts.add_row("running", _count(status.running), "calls/s", _rate(rates.calls, status), "solved", _solved(tally))
     facts.add_row("queued", _count(status.queued), "in flight", _in_flight(status), "time", clock(status.seconds))
     more = Table.grid(padding=(0, 1))
     more.add_column(style="dim", width=LABEL)
@@ -63,8 +73,8 @@ def line(status: Status, rates: Rates) -> str:
     parts = [
         clock(status.seconds),
         f"{status.done:,}{of_total} done, {status.running:,} running",
-        f"{_rate(rates.tokens)} tokens/s",
-        f"{_rate(rates.calls)} calls/s",
+        f"{_rate(rates.tokens, status)} tokens/s",
+        f"{_rate(rates.calls, status)} calls/s",
         f"reward {_reward(status.tally)}",
     ]
     if status.limit is not None:
@@ -140,8 +150,15 @@ def _count(number: int | None) -> str:
     return "?" if number is None else f"{number:,}"
 
 
-def _rate(number: float) -> str:
+def _rate(number: float, status: Status) -> str:
+    if not _has_begun_to_end(status):
+        return "–"
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _has_begun_to_end(status: Status) -> bool:
+    """Whether this run has a trajectory that ended: what they do is not known before."""
+    return status.done > status.resumed
 
 
 def _reward(tally: Mapping[str, Any]) -> str:
