@@ -261,9 +261,8 @@ def main() -> None:
     options = parser.parse_args()
     here = Path(__file__).parent
     os.environ["PYTHONPATH"] = f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # for Ray's workers
-    ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, object_store_memory=10**8
-    )
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init("local", num_cpus=4, object_store_memory=10**8, **quiet)
     figures = measure(seconds=4.0 if options.quick else 12.0)
     if missed(figures):  # the machine may have been busy with something else: what is really too slow is so twice
         figures = measure(seconds=4.0 if options.quick else 12.0)

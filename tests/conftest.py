@@ -91,7 +91,9 @@ def cluster() -> Iterator[str]:
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT / "benchmarks")]), prepend=os.pathsep)
     patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what else runs here is no reason to end workers
-    context = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    context = ray.init(
+        "local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000
+    )
     patch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
     yield os.environ["RAY_ADDRESS"]
     ray.shutdown()

@@ -174,7 +174,7 @@ def _connect(address: str) -> bool:
             raise
     import ray
 
-    ray.init(num_cpus=os.cpu_count() or 1, log_to_driver=False, include_dashboard=False)
+    ray.init("local", num_cpus=os.cpu_count() or 1, log_to_driver=False, include_dashboard=False)
     return True
 
 
