@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -226,3 +227,26 @@ def test_who_goes_on_waits_for_workers_that_may_still_write(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="n=1, and this one has 2"):
         Claim(tmp_path, {"n": 2})
     assert Claim(tmp_path, about).wait == 0
+
+
+OWN_CLUSTER = """
+import ray  # before us, as a program may
+from toolroll.run.run import _connect
+
+assert _connect("auto")
+assert ray.get(ray.remote(num_cpus=1)(lambda: 42).remote()) == 42
+ray.shutdown()
+"""
+
+
+def test_without_a_cluster_auto_begins_one_of_its_own(tmp_path: Path) -> None:
+    """On a machine where Ray has been used before: it has a token there, and asks for it."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    other_machine = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]  # it sees no cluster of other tests
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # as the names of sockets have to be
+        environment = {**kept, "HOME": str(tmp_path), "RAY_TMPDIR": short}
+        command = [*other_machine, sys.executable, "-c", OWN_CLUSTER]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
