@@ -16,6 +16,12 @@ data=${TOOLROLL_GSM8K:-$root/examples/verl_gsm8k/questions.jsonl}
 
 work=$(mktemp -d /var/tmp/toolroll-e2e.XXXXXX) # not below /tmp, which programs in the sandbox have of their own
 started=()
+# tree PID: the process, and all below it
+tree() {
+  local child
+  for child in $(ps -o pid= --ppid "$1"); do tree "$child"; done
+  echo "$1"
+}
 leave() {
   local status=$? pid ends
   trap - EXIT
@@ -25,7 +31,10 @@ leave() {
   ends=$((SECONDS + 10)) # a node of Ray's waits half a minute for its detached actors, and takes them with it anyhow
   for pid in "${started[@]}"; do
     while kill -0 "$pid" 2>/dev/null && ((SECONDS < ends)); do sleep 0.2; done
-    kill -KILL "$pid" 2>/dev/null || true
+    if kill -0 "$pid" 2>/dev/null; then
+      # shellcheck disable=SC2046
+      kill -KILL $(tree "$pid") 2>/dev/null || true
+    fi
   done
   rm -rf "$work"
   exit "$status"
