@@ -230,16 +230,29 @@ def test_who_goes_on_waits_for_workers_that_may_still_write(tmp_path: Path) -> N
 
 
 OWN_CLUSTER = """
+import os, subprocess, sys
 import ray  # before us, as a program may
 from toolroll.run.run import _connect
 
+JOINING = '''
+import sys
+import ray
+from toolroll.ray_cluster import connect
+
+assert connect(sys.argv[1])
+assert len(ray.nodes()) == 1
+'''
+
 assert _connect("auto")
 assert ray.get(ray.remote(num_cpus=1)(lambda: 42).remote()) == 42
+kept = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
+address = ray.get_runtime_context().gcs_address
+subprocess.run([sys.executable, "-c", JOINING, address], env=kept, check=True, timeout=60)
 ray.shutdown()
 """
 
 
-def test_without_a_cluster_auto_begins_one_of_its_own(tmp_path: Path) -> None:
+def test_without_a_cluster_auto_begins_one_of_its_own_and_others_join_it(tmp_path: Path) -> None:
     """On a machine where Ray has been used before: it has a token there, and asks for it."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)

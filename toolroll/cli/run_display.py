@@ -21,7 +21,7 @@ WINDOW = 15.0
 TRAJECTORIES = 2.0
 """And trajectories' mean durations: they end in batches, and what they did is known when they end."""
 MOMENTS = 60
-"""At most so many are remembered."""
+"""About so many are remembered."""
 LABEL = 8
 """Columns of the names at the left."""
 MINUTE, HOUR, DAY = 60, 3600, 86400
