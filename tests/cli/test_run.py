@@ -239,6 +239,7 @@ def test_everything_that_can_be_shown_is_shown_within_eighty_columns() -> None:
         "1,000 were done before", "100.0 %",
     ):  # fmt: skip
         assert said in text, said
+    assert f"faults: policy 60 · infra 6 · 6 × {error} · 3 workers lost" in line(full, Rates())
     end = shown(summary(full))
     assert max(map(len, end.splitlines())) <= 80
     for said in ("pass@1 100.0 % · pass@2", "no reward", "rerendered 60", "[red]last[/red]", "their wait for a slot"):

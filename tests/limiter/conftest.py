@@ -1,7 +1,6 @@
 """A counting server, and processes that load it."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 HERE = Path(__file__).parent
 
@@ -28,9 +28,7 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, HERE / "counting_server.py", "127.0.0.1", str(port)], stdout=subprocess.PIPE
     )

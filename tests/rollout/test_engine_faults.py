@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from free_port import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from sandbox.fault_server import Behaviour, FaultServer, after, answer, drip, hang, raw, whole
@@ -68,9 +69,7 @@ async def fault(engine: SGLangEngine, kind: type[Exception], within: float) -> s
 
 
 def closed_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from free_port import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sandbox_fusion.models import RunCodeRequest, RunJupyterRequest
@@ -40,9 +41,7 @@ def soon(seconds: float) -> float:
 
 
 def closed_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 async def run_against(*script: Behaviour, seconds: float = 5.0, **options: Any) -> tuple[Execution, FaultServer]:

@@ -43,7 +43,7 @@ trap leave EXIT
 trap 'exit 130' INT TERM
 
 say() { printf '%4ss  %s\n' "$SECONDS" "$*" >&2; }
-free_port() { "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+free_port() { "$python" "$root/benchmarks/free_port.py"; }
 # start NAME COMMAND…: in the background, until this script ends, with its words in NAME.log
 start() {
   local log=$work/$1.log
@@ -52,12 +52,17 @@ start() {
   started+=($!)
   disown # else bash tells of each that had to be killed
 }
+# all_run: whether everything that was started still runs
+all_run() {
+  local pid
+  for pid in "${started[@]}"; do kill -0 "$pid" 2>/dev/null || return 1; done
+}
 # until_up NAME COMMAND…: wait until the command succeeds
 until_up() {
   local name=$1 ends=$((SECONDS + 120))
   shift
   until "$@" >/dev/null 2>&1; do
-    ((SECONDS < ends)) || { say "$name did not start"; return 1; }
+    { all_run && ((SECONDS < ends)); } || { say "$name did not start"; return 1; }
     sleep 0.5
   done
   say "$name is up"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from free_port import free_port
 
 from toolroll.errors import ConfigError
 from toolroll.viewer.web import WebViewer
@@ -19,9 +20,7 @@ from viewer.dumps import ours
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     """What `toolroll view --web` prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     runs = ours(tmp_path, steps=[1], groups=1)
     server = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "toolroll.cli", "view", str(runs), "--web", "--port", str(port), stdout=subprocess.PIPE

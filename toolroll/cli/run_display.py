@@ -82,6 +82,7 @@ def line(status: Status, rates: Rates) -> str:
     faults = {whose: count for whose, count in status.tally.get("faults", {}).items() if count}
     if faults:
         parts.append(f"faults: {counted(faults)}")
+    parts += (f"{count:,} × {error}" for error, count in _commonest_error(status.tally))
     if status.lost_workers:
         parts.append(f"{status.lost_workers} worker{'' if status.lost_workers == 1 else 's'} lost")
     left = seconds_left(status)
@@ -115,12 +116,17 @@ def _more(status: Status) -> Iterable[tuple[str, Text]]:
     faults: Mapping[str, int] = tally.get("faults", {})
     if any(faults.values()):
         yield "faults", Text(counted(faults), style="yellow" if faults.get("infra") else "")
-    for error, count in list(tally.get("errors", {}).items())[:1]:
+    for error, count in _commonest_error(tally):
         yield "", Text(f"{count:,} × {error}", style="yellow")
     if status.bad_rows:
         yield "bad rows", Text(f"{status.bad_rows:,} that can't be used", style="yellow")
     if status.resumed:
         yield "resumed", Text(f"{status.resumed:,} were done before")
+
+
+def _commonest_error(tally: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """What most often kept a trajectory from its end, if anything did."""
+    return list(tally.get("errors", {}).items())[:1]
 
 
 def counted(counts: Mapping[str, int]) -> str:
