@@ -1,10 +1,15 @@
 """Runs to look at, written once for all tests that only look."""
 
+import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
 from viewer.dumps import ours, verls
+
+NAP = 0.004
+"""Seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +32,19 @@ def run(request: pytest.FixtureRequest, our_run: Path, verl_run: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pilot waits after each key until the process is idle, and looks seldom. Here it looks more often."""
-    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", 0.004, raising=False)
-    monkeypatch.setattr("textual._wait.SLEEP_IDLE", 0.002, raising=False)
+    """The pilot waits after each key until the process is idle. Here it looks more often, and closer."""
+    monkeypatch.setattr("textual.pilot.wait_for_idle", _idle)
+    monkeypatch.setattr("textual.app.wait_for_idle", _idle)
+
+
+async def _idle(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
+    """Wait for a nap without work, from which the process woke in time.
+
+    One that overslept had no processor: that it did nothing meanwhile doesn't mean that it had nothing to do.
+    """
+    ends = time.monotonic() + max_sleep
+    while time.monotonic() < ends:
+        began, worked = time.monotonic(), time.process_time()
+        await asyncio.sleep(max(NAP, min_sleep))
+        if time.process_time() - worked < NAP / 2 and time.monotonic() - began < max(NAP, min_sleep) + 2 * NAP:
+            return

@@ -330,7 +330,9 @@ async def test_tokens_in_both_forms(our_run: Path) -> None:
         await user.sees("weights v1")
         await user.sees("mask 0: prompt tool  mask 1: p ≥ 0.9")
         await user.sees("with --tokenizer PATH their texts")
-        await user.press("t", "enter", *["j"] * 3)
+        await user.press("t", "enter")
+        await user.still()  # a page is as long as the pane is now
+        await user.press(*["j"] * 3)
         assert user.text.count(" 1    model ") > 3
         await user.press("g")
         assert user.text.count(" 0    prompt ") > 3
