@@ -803,14 +803,18 @@ async def test_deep_and_wide_directories_are_removed(machine: Machine, client: S
 
 
 async def while_others_work(client: SandboxClient, work: str, *, seconds: float) -> Execution:
-    """Run a program while another does its worst for so long."""
-    other = asyncio.create_task(client.run(work, run_timeout=seconds))
-    await asyncio.sleep(1)
-    await client.ping()
-    done = await client.run("print(sum(range(10**6)))")
-    assert (done.outcome, done.stdout) == (Outcome.OK, "499999500000\n")
-    assert not other.done(), "it was not served before the other had ended"
-    return await other
+    """Run a program while another does its worst for so long; on a busy machine, for longer."""
+    for patience in (seconds, 5 * seconds):
+        other = asyncio.create_task(client.run(work, run_timeout=patience))
+        await asyncio.sleep(1)
+        await client.ping()
+        done = await client.run("print(sum(range(10**6)))")
+        assert (done.outcome, done.stdout) == (Outcome.OK, "499999500000\n")
+        served_meanwhile = not other.done()
+        ended = await other
+        if served_meanwhile:
+            return ended
+    raise AssertionError("it was not served before the other had ended")
 
 
 HOGS = {
