@@ -284,8 +284,25 @@ async def test_a_server_that_loads_nothing_is_said_to(tmp_path: Path) -> None:
         return web.json_response({"success": False, "message": "no such file"}, status=400)
 
     async with serving(update_weights_from_disk=refuse) as url, SGLangEngine(url) as engine:
-        with pytest.raises(EngineUnavailable, match=r"answered 400: .*no such file.*\(1 of 1 servers\)"):
+        with pytest.raises(EngineUnavailable, match=r"1 of 1 servers failed: .* answered 400: .*no such file"):
             await engine.update_weights(tmp_path, "step-3")
+
+
+async def test_a_server_that_is_never_free_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiohttp import web
+
+    monkeypatch.setattr("toolroll.rollout.engines.servers.BUSY_PAUSES", (0.0, 0.0))
+    told = 0
+
+    async def refuse(request: web.Request) -> web.Response:
+        nonlocal told
+        told += 1
+        return web.json_response({"success": False, "message": "… the cache was not flushed …"}, status=400)
+
+    async with serving(update_weights_from_disk=refuse) as url, SGLangEngine(url) as engine:
+        with pytest.raises(EngineUnavailable, match="the cache was not flushed"):
+            await engine.update_weights(tmp_path, "step-3")
+    assert told == 3
 
 
 # What is refused before anything is sampled

@@ -137,11 +137,30 @@ async def test_a_second_turn_finds_its_prefix(sglang: RealEngine, engine: SGLang
 async def test_the_version_of_the_weights(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "What is 2 + 2?")
     before = await engine.generate("a", ids, GREEDY)
-    body = {"model_path": str(sglang.model_dir), "weight_version": "step-41"}
-    assert (await ask(sglang, "/update_weights_from_disk", body))["success"]
+    await engine.update_weights(sglang.model_dir, "step-41")
     after = await engine.generate("b", ids, GREEDY)
     assert before.weight_version != after.weight_version == "step-41"
     assert before.ids == after.ids, "the weights are the same"
+
+
+async def test_a_server_that_still_holds_a_call_gets_the_weights_when_it_is_done(
+    sglang: RealEngine, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that has just ended is held for a moment; here it is held for as long as the test likes."""
+    caplog.set_level("INFO", "toolroll")
+    held = asyncio.create_task(engine.generate("a", await prompt(sglang, "Hold on."), {**LONG, "max_new_tokens": 64}))
+    await until(sglang, 1)
+    await ask(sglang, "/pause_generation", {"mode": "in_place"})
+    try:
+        updating = asyncio.create_task(engine.update_weights(sglang.model_dir, "step-43"))
+        async with asyncio.timeout(60):
+            while "cache was not flushed" not in caplog.text:
+                await asyncio.sleep(0.01)
+    finally:
+        await ask(sglang, "/continue_generation", {})
+    await updating
+    assert len((await held).ids) == 64
+    assert (await engine.generate("b", await prompt(sglang, "Go on."), GREEDY)).weight_version == "step-43"
 
 
 async def test_many_at_once(sglang: RealEngine, engine: SGLangEngine) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import pytest
 from real_engine import RealEngine
 
@@ -122,16 +121,6 @@ async def test_the_answers_of_the_sandbox_are_in_the_tokens(
     assert right >= 6, "the model, greedy, calculates by its tool"
 
 
-async def new_weights(sglang: RealEngine, version: str) -> None:
-    """What a trainer does between two steps."""
-    update = {"model_path": str(sglang.model_dir), "weight_version": version}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{sglang.url}/update_weights_from_disk", json=update) as answer,
-    ):
-        assert answer.status == 200, await answer.text()
-
-
 async def test_abort_and_resume_on_a_real_engine(sglang: RealEngine, rendering: Rendering) -> None:
     params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 96}
     prompt = [Message(role="user", content="Count.").model_dump(exclude_none=True)]
@@ -139,13 +128,14 @@ async def test_abort_and_resume_on_a_real_engine(sglang: RealEngine, rendering: 
     async def collect(rollout: Rollout) -> list[Trajectory]:
         return [one async for one in rollout.run([prompt], n=4)]
 
-    async with Rollout(engine=SGLangEngine(sglang.url), rendering=rendering, sampling_params=params) as rollout:
+    engine = SGLangEngine(sglang.url)
+    async with Rollout(engine=engine, rendering=rendering, sampling_params=params) as rollout:
         began = time.monotonic()
         await rollout.sample({"prompt": prompt, "sampling_params": {"max_new_tokens": 8}})
         gathering = asyncio.create_task(collect(rollout))
         await asyncio.sleep(max(1.0, 2 * (time.monotonic() - began)))  # long enough for some tokens, on any machine
         await rollout.abort()
-        await new_weights(sglang, "step-9")
+        await engine.update_weights(sglang.model_dir, "step-9")
         rollout.resume()
         interrupted = await gathering
     for one in interrupted:

@@ -7,6 +7,7 @@ way, so that they can be aborted wherever they are: waiting for a connection, be
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from toolroll.rollout.engines.call import Aborted, Call, Notice
 from toolroll.rollout.engines.engine import Finish, Generation, Timings
 from toolroll.rollout.engines.pool import Pool
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Together = Callable[..., Notice]
 """What stops several attempts of one server at once, by their ids."""
@@ -32,6 +35,8 @@ PROBE_TIME = 10.0
 """Seconds for a question that samples nothing."""
 ABORT_GRACE = 30.0
 """Seconds in which a server gives back what an aborted call has, of ten thousand at once too. Then it ends without."""
+BUSY_PAUSES = (0.1, 0.5, 2.0, 5.0)
+"""Seconds before a server that was busy is told again."""
 CONTEXT_MARGIN = 8
 """Ids of the context that are left alone: servers need some for themselves, and not all say how many."""
 
@@ -164,21 +169,35 @@ class Servers:
 
         return dict(zip(self.urls, await asyncio.gather(*map(one, self.urls)), strict=True))
 
-    async def tell_all(self, path: str, body: dict[str, Any], *, within: float) -> None:
-        """Have every server do something, in so many seconds. Raises for the first that didn't, after all answered."""
+    async def tell_all(self, path: str, body: dict[str, Any], *, within: float, busy: str) -> None:
+        """Have every server do something, in so many seconds. Raises for the first that didn't, after all answered.
+
+        A server whose refusal says `busy` is told again, a few times.
+        """
         pool = await self.pool()
+
+        async def told(url: str) -> str | None:
+            for pause in (*BUSY_PAUSES, None):
+                async with pool.session.post(url + path, data=orjson.dumps(body)) as answer:
+                    said = await answer.text(errors="replace")
+                if answer.status == 200:
+                    return None
+                if pause is None or busy not in said:
+                    break
+                logger.info("%s%s answered %d: %.500s; told again in %g s", url, path, answer.status, said, pause)
+                await asyncio.sleep(pause)
+            return f"{url}{path} answered {answer.status}: {said:.500}"
 
         async def one(url: str) -> str | None:
             try:
-                async with asyncio.timeout(within), pool.session.post(url + path, data=orjson.dumps(body)) as answer:
-                    said = await answer.text(errors="replace")
-                    return None if answer.status == 200 else f"{url}{path} answered {answer.status}: {said:.500}"
+                async with asyncio.timeout(within):
+                    return await told(url)
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-                return f"{url}{path}: no answer within {within:g} s: {type(error).__name__} {error}"
+                return f"{url}{path}: no answer within {within:g} s: {type(error).__name__} {error}. Is it up?"
 
         failed = [said for said in await asyncio.gather(*map(one, self.urls)) if said is not None]
         if failed:
-            raise EngineUnavailable(f"{failed[0]} ({len(failed)} of {len(self.urls)} servers). Is it up?")
+            raise EngineUnavailable(f"{len(failed)} of {len(self.urls)} servers failed: {failed[0]}")
 
     async def pool(self) -> Pool:
         """This event loop's connections."""

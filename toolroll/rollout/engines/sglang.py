@@ -103,7 +103,10 @@ class SGLangEngine:
         others have them then. Calls that are under way go on, by the new weights: pause the rollout before.
         """
         body = {"model_path": fspath(model_path), "weight_version": version}
-        await self._servers.tell_all("/update_weights_from_disk", body, within=UPDATE_TIME)
+        # A call that has just ended is in SGLang's batch for a moment more, and its cache isn't emptied then: the new
+        # weights would go on from what the old ones left there, under the old version.
+        busy = "cache was not flushed"
+        await self._servers.tell_all("/update_weights_from_disk", body, within=UPDATE_TIME, busy=busy)
 
     async def health(self) -> dict[str, bool]:
         """Which of the servers can sample, by their URLs. It takes seconds: each samples a token."""
