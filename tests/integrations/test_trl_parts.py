@@ -16,6 +16,7 @@ from typing import Any
 
 import doc_page
 import pytest
+from free_port import free_port
 from rollout import small_tokenizer
 from rollout.fake_servers import serving
 from rollout.scripted_model import Counting, call
@@ -285,6 +286,13 @@ async def test_a_server_that_loads_nothing_is_said_to(tmp_path: Path) -> None:
 
     async with serving(update_weights_from_disk=refuse) as url, SGLangEngine(url) as engine:
         with pytest.raises(EngineUnavailable, match=r"1 of 1 servers failed: .* answered 400: .*no such file"):
+            await engine.update_weights(tmp_path, "step-3")
+
+
+async def test_a_server_that_is_not_there_is_said_to_be_down(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with SGLangEngine(url) as engine:
+        with pytest.raises(EngineUnavailable, match=rf"1 of 1 servers failed: {url}/.*Cannot connect.*Is it up\?"):
             await engine.update_weights(tmp_path, "step-3")
 
 

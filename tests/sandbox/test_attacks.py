@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -802,7 +802,9 @@ async def test_deep_and_wide_directories_are_removed(machine: Machine, client: S
     assert wait_until(lambda: machine.traces()["directories"] <= machine.before["directories"], within=5)
 
 
-async def while_others_work(client: SandboxClient, work: str, *, seconds: float) -> Execution:
+async def while_others_work(
+    client: SandboxClient, work: str, *, seconds: float, say: Callable[[str], None]
+) -> Execution:
     """Run a program while another does its worst for so long; on a busy machine, for longer."""
     for patience in (seconds, 5 * seconds):
         other = asyncio.create_task(client.run(work, run_timeout=patience))
@@ -814,6 +816,7 @@ async def while_others_work(client: SandboxClient, work: str, *, seconds: float)
         ended = await other
         if served_meanwhile:
             return ended
+        say(f"another program was not served within {patience - 1:g} s")
     raise AssertionError("it was not served before the other had ended")
 
 
@@ -831,10 +834,12 @@ HOGS = {
 
 
 @pytest.mark.parametrize("name", HOGS)
-async def test_others_are_served_meanwhile(name: str, machine: Machine, client: SandboxClient) -> None:
+async def test_others_are_served_meanwhile(
+    name: str, machine: Machine, client: SandboxClient, say: Callable[[str], None]
+) -> None:
     # A hundred processes have most of a machine, where nothing holds them to a share: then it takes longer.
     seconds = 6 if "processes" in name else 3
-    done = await while_others_work(client, f"import os, time\n{dedent(HOGS[name])}", seconds=seconds)
+    done = await while_others_work(client, f"import os, time\n{dedent(HOGS[name])}", seconds=seconds, say=say)
     assert done.outcome is Outcome.TIMEOUT
     if "output" in name:
         assert done.stdout_truncated

@@ -192,8 +192,10 @@ class Servers:
             try:
                 async with asyncio.timeout(within):
                     return await told(url)
-            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-                return f"{url}{path}: no answer within {within:g} s: {type(error).__name__} {error}. Is it up?"
+            except TimeoutError:
+                return f"{url}{path}: no answer within {within:g} s. Is it overloaded?"
+            except (aiohttp.ClientError, OSError) as error:
+                return f"{url}{path}: {type(error).__name__}: {error}. Is it up?"
 
         failed = [said for said in await asyncio.gather(*map(one, self.urls)) if said is not None]
         if failed:

@@ -100,7 +100,8 @@ class SGLangEngine:
         """Have every server load weights from a directory, which each must see under this path.
 
         What is sampled from then on carries the version. Raises EngineUnavailable where a server didn't load them; the
-        others have them then. Calls that are under way go on, by the new weights: pause the rollout before.
+        others have them then. A server ends the calls that it has before, and begins no others: pause the rollout, or
+        the weights wait for the longest.
         """
         body = {"model_path": fspath(model_path), "weight_version": version}
         # A call that has just ended is in SGLang's batch for a moment more, and its cache isn't emptied then: the new
