@@ -223,10 +223,21 @@ def test_who_goes_on_waits_for_workers_that_may_still_write(tmp_path: Path) -> N
     second = Claim(tmp_path, about)
     assert second.wait == 10, "it was stopped, and its workers may not know"
     second.release(is_over=True)
-    Claim(tmp_path, about).release(is_over=True)
-    with pytest.raises(ConfigError, match="n=1, and this one has 2"):
-        Claim(tmp_path, {"n": 2})
     assert Claim(tmp_path, about).wait == 0
+
+
+def test_a_directory_belongs_to_a_run_that_left_something_there(tmp_path: Path) -> None:
+    mistyped, meant, other = {"model": "Qwenn"}, {"model": "Qwen"}, {"model": "Llama"}
+    Claim(tmp_path, mistyped).release(is_over=True)
+    Claim(tmp_path, meant, lease=10.0).release(is_over=False)
+    with pytest.raises(ConfigError, match="model='Qwen', and this one has 'Llama'"):
+        Claim(tmp_path, other)  # its workers may write yet
+    Claim(tmp_path, meant).release(is_over=True)
+    (tmp_path / "worker-1").mkdir()
+    (tmp_path / "worker-1" / "0.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="model='Qwen', and this one has 'Llama'"):
+        Claim(tmp_path, other)
+    Claim(tmp_path, meant).release(is_over=True)
 
 
 OWN_CLUSTER = """

@@ -1,7 +1,8 @@
 """Claim: a run's directory is its own, while it is at work and for what it is about.
 
 - Two runs are never at work in one directory.
-- A run with other data, another `n` or another model never mixes its records with those that are there.
+- A run with other data, another `n` or another model never mixes its records with those that are there. One that left
+  none, since its model's name was mistyped, say, is in nobody's way.
 - Where a run was killed whose workers are processes of their own, these may write for as long as their lease lasts.
   Who goes on with it is told to wait so long (`wait`) before it counts what is there.
 """
@@ -34,10 +35,10 @@ class Claim:
     def __init__(self, directory: Path, about: dict[str, Any], *, lease: float = 0.0) -> None:
         self._file = _locked(directory)
         try:
-            _check(directory, about)
             left = os.read(self._file, 32)
             self.wait = float(left) if left else 0.0
             """Seconds after which nobody of an earlier run writes any more."""
+            _check(directory, about, may_replace=not self.wait and not _has_records(directory))
             self._write(str(max(lease, self.wait)).encode())
         except BaseException:
             os.close(self._file)
@@ -68,15 +69,19 @@ def _locked(directory: Path) -> int:
     return file
 
 
-def _check(directory: Path, about: dict[str, Any]) -> None:
+def _has_records(directory: Path) -> bool:
+    return any(file.stat().st_size for file in directory.rglob("*.jsonl"))
+
+
+def _check(directory: Path, about: dict[str, Any], *, may_replace: bool) -> None:
     file = directory / ABOUT
-    if not file.exists():
+    if may_replace or not file.exists():
         file.write_bytes(orjson.dumps(about, option=orjson.OPT_INDENT_2))
         return
     before = orjson.loads(file.read_bytes())
     for key, value in about.items():
         if before.get(key) != value:
             raise ConfigError(
-                f"{directory} has the records of a run with {key}={before.get(key)!r}, and this one has {value!r}. "
+                f"{directory} belongs to a run with {key}={before.get(key)!r}, and this one has {value!r}. "
                 "Choose another rollout_data_dir, or put it back."
             )
