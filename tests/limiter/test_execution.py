@@ -13,7 +13,7 @@ import ray
 from toolroll.limiter.execution import ExecutionPool, PoolMode, init_execution_pool
 from toolroll.limiter.token_bucket import standing
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("cluster")]
 
 WHO = """
 import ray

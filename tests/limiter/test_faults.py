@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import ray
 
 from toolroll.limiter.cluster import ClusterLimiter
 from toolroll.limiter.token_bucket import find, set_limit, standing
 
+pytestmark = pytest.mark.alone
 LIMIT = 32
 
 

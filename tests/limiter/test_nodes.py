@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray_nodes import Host, NetnsNodes, can_make_namespaces
 
+pytestmark = pytest.mark.alone
 HERE = Path(__file__).parent
 LIMIT, TTL, HOLD, PORT = 32, 5.0, 0.4, 8077
 JOB = {"limit": LIMIT, "concurrency": 40, "ms": 20, "hold": HOLD, "patience": 30, "ttl": TTL}
