@@ -146,20 +146,20 @@ async def test_a_call_keeps_the_text_of_its_arguments() -> None:
 
 
 async def test_a_whole_conversation_goes_back() -> None:
-    calls = [ToolCall(id="c", function=FunctionCall(name="add", arguments={"a": 1}))]
+    calls = [ToolCall(id="c", function=FunctionCall(name="add", arguments={"a": 10**30, "é": "\ud800"}))]
     told = [
         *HELLO,
         Message(role="assistant", tool_calls=calls),
-        Message(role="tool", content="2", tool_call_id="c"),
+        Message(role="tool", content="2\ud800", tool_call_id="c"),
     ]
     _, sent, _ = await chat({"message": {"content": "Two.", "reasoning": "Easy."}, "finish_reason": "stop"}, told)
     assert sent["messages"][1:] == [
         {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": ANY_CALL}]},
-        {"role": "tool", "content": "2", "tool_call_id": "c"},
+        {"role": "tool", "content": "2\ufffd", "tool_call_id": "c"},
     ]
 
 
-ANY_CALL = {"name": "add", "arguments": '{"a":1}'}
+ANY_CALL = {"name": "add", "arguments": f'{{"a": {10**30}, "é": "\ufffd"}}'}
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,15 @@ def test_a_row_that_is_no_use_costs_itself_only(tmp_path: Path) -> None:
     assert why[6] == "prompt is neither a text nor messages: 7."
 
 
+def test_a_ground_truth_of_any_size_is_exact(tmp_path: Path) -> None:
+    truth = 3**200
+    kwargs = {"calc": {"create_kwargs": {"ground_truth": truth}}}
+    row = {"prompt": "3 ** 200?", "truth": truth, "kwargs": json.dumps(kwargs)}
+    path = write(tmp_path / "rows.jsonl", [row])
+    [(_, made)] = rows_of(path, ground_truth="truth", tools_kwargs="kwargs").rows()  # type: ignore[misc]
+    assert (made["ground_truth"], made["tools_kwargs"]) == (truth, kwargs)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_a_column_that_is_not_there_is_said_with_those_that_are(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"rows.{kind}", [{"question": "q", "answer": "a"}])

@@ -2,9 +2,10 @@
 
 Whatever a trajectory holds can be written: numbers that aren't finite become null, text with lone surrogates is
 escaped, arrays become lists, and what JSON has no word for becomes text. Whatever Python's own `json` wrote can be
-read: NaN is null. orjson does nearly all of it; what it refuses goes the slow way.
+read: NaN is null. A whole number is written and read exactly, however large: it may be the answer to a question.
 
-A whole number beyond 64 bits is written exactly, and read as a float.
+orjson writes and pydantic's parser reads, which unlike orjson's makes no float of a large number; what they refuse goes
+the slow way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import orjson
-from pydantic import BaseModel
+from pydantic_core import from_json
 
 from toolroll.errors import ToolrollError
 
@@ -41,8 +42,8 @@ def encode(fields: Any) -> bytes:
 def decode(line: bytes) -> dict[str, Any]:
     """What a line holds: an object. Raises BadLine."""
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        value = from_json(line, allow_inf_nan=False, cache_strings="keys")
+    except ValueError:
         value = _decode_slowly(line)
     if not isinstance(value, dict):
         raise BadLine(f"It is JSON, but no object: {line[:40].decode('utf-8', 'replace').strip()!r}.")
@@ -65,7 +66,7 @@ def _plain(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return int(value)
+        return int(value) if _has_digits(value) else f"(a whole number of {value.bit_length()} bits)"
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if depth >= DEEPEST:
@@ -83,11 +84,19 @@ def _plain(value: Any, depth: int) -> Any:
     return _plain(_plainer(value), depth + 1)
 
 
+def _has_digits(value: int) -> bool:
+    """Whether Python is willing to write it: `sys.set_int_max_str_digits` bounds that."""
+    try:
+        return bool(str(value))
+    except ValueError:
+        return False
+
+
 def _plainer(value: Any) -> Any:
     """What orjson doesn't know, nearer to JSON: text, where nothing better is known of it."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, BaseModel):
+    if hasattr(value, "model_dump"):  # pydantic's models, which cost the viewer's first screen a tenth of a second
         return value.model_dump()
     if isinstance(value, Set):
         return list(value)

@@ -6,10 +6,9 @@ reaches rewards as `trajectory.extra`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import orjson
 
 from toolroll.run.config import DataConfig
 
@@ -127,8 +126,8 @@ def _tools_kwargs(given: Any) -> dict[str, Any]:
     """By tool. They may be written as JSON. A null is as if it weren't there: Parquet has every key in every row."""
     if isinstance(given, str):
         try:
-            given = orjson.loads(given)
-        except orjson.JSONDecodeError as error:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
             raise UnusableRow(f"tools_kwargs is no JSON: {error}.") from None
     if given is None:
         return {}

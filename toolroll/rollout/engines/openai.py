@@ -6,6 +6,7 @@ reply = await engine.chat("t7/0", [Message(role="user", content="Hello")], tools
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -16,7 +17,8 @@ from yarl import URL
 from toolroll.rollout.engines.call import Call
 from toolroll.rollout.engines.engine import Finish, Reply, SamplingParams
 from toolroll.rollout.engines.servers import MAX_CONNECTIONS, Servers, by, timings_of
-from toolroll.schemas import Message
+from toolroll.sandbox.protocol import scrub
+from toolroll.schemas import JsonDict, Message
 
 FINISH = {"length": Finish.LENGTH, "abort": Finish.ABORT, "content_filter": Finish.ABORT}
 """All others, `stop` and `tool_calls` and what a server made up itself, are STOP."""
@@ -83,11 +85,11 @@ class OpenAIEngine:
 
 
 def _written(message: Message) -> dict[str, Any]:
-    """A message for the wire, where arguments are text."""
-    written = message.model_dump(exclude_none=True)
+    """A message for the wire, where arguments are text, and no text has half a character."""
+    written: JsonDict = scrub(message.model_dump(exclude_none=True))
     for call in written.get("tool_calls", ()):
         if not isinstance(call["function"]["arguments"], str):
-            call["function"]["arguments"] = orjson.dumps(call["function"]["arguments"]).decode()
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return written
 
 
