@@ -1,4 +1,4 @@
-"""`import toolroll` is quick and heavy packages stay out of it."""
+"""`import toolroll` and the command `toolroll` are quick, and heavy packages stay out of them."""
 
 import json
 import subprocess
@@ -29,6 +29,22 @@ def test_import_is_quick_and_light() -> None:
     found = json.loads(done.stdout)
     assert found["took"] < 0.5
     assert found["exported"] == len(toolroll.__all__) > 0
+
+
+COMMAND = """
+import sys
+from toolroll.cli.app import app
+assert len(app.registered_commands) + len(app.registered_groups) > 5
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_a_command_loads_what_it_needs_only() -> None:
+    """Who asks for help, or for the viewer, doesn't wait for what other commands need."""
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    heavy = {"aiohttp", "jsonschema", "numpy", "omegaconf", "pydantic", "ray", "textual", "torch", "transformers"}
+    assert heavy.isdisjoint(done.stdout.split())
 
 
 def test_every_exported_name_is_there_and_an_unknown_one_is_not() -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from toolroll.records.histogram import Histogram
-from toolroll.records.reader import Reading, read
-from toolroll.records.record import Record
-from toolroll.records.stats import Stats, Tally
+if TYPE_CHECKING:
+    from toolroll.records.histogram import Histogram
+    from toolroll.records.reader import Reading
+    from toolroll.records.record import Record
+    from toolroll.records.stats import Stats, Tally
 
 app = typer.Typer(help="See what rollouts left on disk, in numbers, and convert it.", no_args_is_help=True)
 
@@ -36,6 +37,9 @@ def stats(
 
     Quantiles are right to within 2 %.
     """
+    from toolroll.records.reader import read
+    from toolroll.records.stats import Stats
+
     reading = read(directory)
     found = Stats(_watched(reading))
     if plot is not None:
@@ -62,6 +66,7 @@ def convert(
 ) -> None:
     """Write all records to one Parquet file, tokens as lists."""
     from toolroll.records.parquet import convert as convert_records
+    from toolroll.records.reader import read
 
     reading = read(directory)
     count = convert_records(_watched(reading), out)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,8 +22,10 @@ from rich.markup import escape
 from toolroll.cli.run_display import Pace, line, panel
 from toolroll.cli.run_summary import summary
 from toolroll.errors import ConfigError, ToolrollError
-from toolroll.run.config import RunConfig
-from toolroll.run.status import Status
+
+if TYPE_CHECKING:
+    from toolroll.run.config import RunConfig
+    from toolroll.run.status import Status
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at a run, in a terminal."""
@@ -45,6 +47,8 @@ def run(
     The same command again goes on where an earlier run was interrupted. Ends with 0 when all is done, with 1 where
     nothing but the infrastructure's failures came of it.
     """
+    from toolroll.run.config import RunConfig
+
     for word in settings or ():
         if "=" not in word:
             raise ConfigError(f"{word!r} is no setting. Write it as key=value, e.g. n=8.")

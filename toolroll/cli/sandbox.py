@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from pydantic import SecretStr, ValidationError
 from rich.console import Console
 from rich.markup import escape
 
 from toolroll.cli.sandbox_probe import probe
 from toolroll.errors import ConfigError, InfraFault, MissingExtra, explain
-from toolroll.sandbox.protocol import Language
 
 if TYPE_CHECKING:
     from toolroll.sandbox.execution import Execution
+    from toolroll.sandbox.protocol import Language
     from toolroll.sandbox.server.server import Server
     from toolroll.sandbox.server.settings import ServerSettings
 
@@ -70,7 +69,7 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = {name: value for name, value in locals().items() if value is not None}
     token = os.environ.pop(TOKEN, None)  # so that nothing that is started here has it
-    settings = _settings(given | ({"token": SecretStr(token)} if token else {}))
+    settings = _settings(given | ({"token": token} if token else {}))
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.token is None:
         logging.getLogger(__name__).warning(
             "Listening on %s without a token: whoever reaches this port can run programs here. Set %s.",
@@ -90,6 +89,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Run a program once in a sandbox, and show what it did. Ends with the program's own status."""
+    from toolroll.sandbox.protocol import Language
+
     try:
         code = sys.stdin.read() if file == "-" else Path(file).read_text(errors="replace")
         given = stdin.read_text(errors="replace") if stdin else None
@@ -111,6 +112,8 @@ def run(
 
 
 def _settings(given: dict[str, Any]) -> ServerSettings:
+    from pydantic import ValidationError
+
     try:
         from toolroll.sandbox.server.settings import ServerSettings
     except ImportError as error:

@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,10 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from toolroll.errors import ConfigError, Fault, did_you_mean, fault_of
-from toolroll.tools.base_tool import BaseTool, ToolResult
-from toolroll.tools.function_tool import FunctionTool
-from toolroll.tools.instance import ToolInstance
-from toolroll.tools.registry import initialize_tools_from_config
+
+if TYPE_CHECKING:
+    from toolroll.tools.base_tool import BaseTool, ToolResult
 
 app = typer.Typer(help="List the tools of a config, print their schemas, call them.", no_args_is_help=True)
 
@@ -102,12 +101,16 @@ def call(
 
 
 async def _call(tool: BaseTool[Any], arguments: str, create_kwargs: dict[str, Any]) -> tuple[ToolResult, float]:
+    from toolroll.tools.instance import ToolInstance
+
     async with ToolInstance(tool, create_kwargs=create_kwargs) as instance:
         return await instance.execute(arguments), await instance.calc_reward()
 
 
 def _load(config: Path) -> list[BaseTool[Any]]:
     """The tools, with modules found beside the config, where people keep their own, and as `python -m` finds them."""
+    from toolroll.tools.registry import initialize_tools_from_config
+
     sys.path[:0] = [folder for folder in (str(config.resolve().parent), str(Path.cwd())) if folder not in sys.path]
     with redirect_stdout(sys.stderr):  # what tools print must not get between the lines of our answer
         return initialize_tools_from_config(config)
@@ -147,6 +150,8 @@ def _signature(tool: BaseTool[Any]) -> str:
 
 
 def _implementation(tool: BaseTool[Any]) -> str:
+    from toolroll.tools.function_tool import FunctionTool
+
     made_of = tool.function if isinstance(tool, FunctionTool) else type(tool)
     return f"{made_of.__module__}.{made_of.__qualname__}"
 
