@@ -124,6 +124,11 @@ class Odd:
         raise RuntimeError("no")
 
 
+class NoArray:
+    def tolist(self) -> list[Any]:
+        raise ValueError("on another device")
+
+
 def test_whatever_a_row_carried_along_can_be_written() -> None:
     nested: Any = "innermost"
     for _ in range(5000):
@@ -136,6 +141,9 @@ def test_whatever_a_row_carried_along_can_be_written() -> None:
         "bytes": b"\xff\x00",
         "odd": Odd(),
         "class": Odd,
+        "classes": [Message, np.ndarray],
+        "model": Message(role="user", content="Hi"),
+        "no array": NoArray(),
         3: "not a text",
         "nested": nested,
     }
@@ -147,6 +155,9 @@ def test_whatever_a_row_carried_along_can_be_written() -> None:
     assert found["bytes"] == "/wA="
     assert "Odd" in found["odd"]
     assert "Odd" in found["class"]
+    assert ["Message" in found["classes"][0], "ndarray" in found["classes"][1]] == [True, True]
+    assert found["model"]["content"] == "Hi"
+    assert found["no array"] == "(NoArray, which can't be shown: ValueError)"
     assert found["3"] == "not a text"
     depth = 0
     while isinstance(found["nested"], list):

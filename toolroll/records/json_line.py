@@ -2,7 +2,8 @@
 
 Whatever a trajectory holds can be written: numbers that aren't finite become null, text with lone surrogates is
 escaped, arrays become lists, and what JSON has no word for becomes text. Whatever Python's own `json` wrote can be
-read: NaN is null. A whole number is written and read exactly, however large: it may be the answer to a question.
+read: NaN is null. A whole number is written and read exactly, beyond 64 bits too: it may be the answer to a
+question.
 
 orjson writes and pydantic's parser reads, which unlike orjson's makes no float of a large number; what they refuse goes
 the slow way.
@@ -94,17 +95,18 @@ def _has_digits(value: int) -> bool:
 
 def _plainer(value: Any) -> Any:
     """What orjson doesn't know, nearer to JSON: text, where nothing better is known of it."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "model_dump"):  # pydantic's models, which cost the viewer's first screen a tenth of a second
-        return value.model_dump()
-    if isinstance(value, Set):
-        return list(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return base64.b64encode(value).decode("ascii")
-    if hasattr(value, "tolist"):  # arrays and tensors
-        return value.tolist()
     try:
+        if isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(value, Set):
+            return list(value)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return base64.b64encode(value).decode("ascii")
+        if not isinstance(value, type):
+            if hasattr(value, "model_dump"):  # pydantic's models; to load it for this would hold the viewer up
+                return value.model_dump()
+            if hasattr(value, "tolist"):  # arrays and tensors
+                return value.tolist()
         return str(value)
     except Exception as error:  # an object of the user's, which must not cost the line
         return f"({type(value).__name__}, which can't be shown: {type(error).__name__})"
