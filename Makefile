@@ -1,39 +1,43 @@
-# The commands of CONTRIBUTING.md. BIN is where python, ruff, mypy and pytest are: `make check BIN=` takes them from PATH.
+# The commands of CONTRIBUTING.md. BIN is the directory of python, ruff, mypy and pytest; `make check BIN=` uses PATH.
 VENV ?= .venv
 BIN ?= $(VENV)/bin/
 
-.PHONY: setup check test bench build figures
+.PHONY: setup check test test-all nightly bench build figures
 
 setup:
 	python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet uv
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(VENV)/bin/uv sync --quiet --locked --inexact --extra dev
 
 check:
 	$(BIN)ruff check .
 	$(BIN)ruff format --check .
 	$(BIN)mypy
+	$(BIN)lint-imports
 
-# First what can run side by side, then what can't: `pytest` alone runs all of it, one after another.
+# The lane that needs neither Ray nor an engine nor a sandbox: seconds, on any machine.
 test:
-	$(BIN)pytest --numprocesses 2 --no-loadscope-reorder -m 'not alone'
-	$(BIN)pytest -m alone
+	$(BIN)python scripts/run_lanes.py unit
+
+# All lanes and benchmarks, then a table of their durations. LANES="sandbox ray" runs these only.
+test-all:
+	$(BIN)python scripts/run_lanes.py $(LANES)
+
+# Property tests with 30 times as many examples, simulations with 100 times as many seeds, ten minutes of load and
+# attacks, and the tests of each defence.
+nightly:
+	$(BIN)python scripts/run_lanes.py unit -- --hypothesis-profile=nightly --simulation-seeds=200000
+	$(BIN)pytest tests/sandbox/test_soak.py --soak-seconds=600
+	$(BIN)python scripts/check_defences.py
 
 bench:
-	$(BIN)python benchmarks/tools.py --quick --json
-	$(BIN)python benchmarks/limiter.py --quick --json
-	$(BIN)python benchmarks/sandbox.py --quick --json
-	$(BIN)python benchmarks/rewards.py --quick --json
-	$(BIN)python benchmarks/rollout.py --quick --json
-	$(BIN)python benchmarks/records.py --quick --json
-	$(BIN)python benchmarks/cluster.py --quick --json
-	$(BIN)python benchmarks/trl.py --quick --json
+	$(BIN)python scripts/run_lanes.py bench
 
 build:
 	$(BIN)python -m build
 
 figures:
-	$(BIN)python docs/make_figures.py
-	$(BIN)python docs/make_scale.py
-	$(BIN)python docs/make_viewer_pictures.py
-	$(BIN)python docs/make_run_picture.py
+	$(BIN)python scripts/make_figures.py
+	$(BIN)python scripts/make_scale.py
+	$(BIN)python scripts/make_viewer_pictures.py
+	$(BIN)python scripts/make_run_picture.py

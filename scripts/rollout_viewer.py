@@ -1,6 +1,6 @@
-"""The rollout viewer under the name that it has in verl: `python scripts/rollout_viewer.py DIR`.
+"""Rollout viewer under its name in verl: `python scripts/rollout_viewer.py DIR`.
 
-The same as `toolroll view DIR`, with the same options.
+Equivalent to `toolroll view DIR`, with the same options.
 """
 
 import sys
