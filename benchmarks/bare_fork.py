@@ -1,9 +1,9 @@
-"""The least that an isolated execution costs: a warm interpreter that clones itself into the jail, over and over.
+"""Measure the minimum cost of an isolated execution: a zygote that clones itself into the jail repeatedly.
 
     python benchmarks/bare_fork.py COUNT
 
-No server, no request, no pipes: each clone enters the jail, runs `print(1 + 1)` and ends; the interpreter waits for it.
-Prints the CPU milliseconds per execution, from the kernel's accounting, as JSON.
+It needs neither server nor requests nor pipes: each clone enters the jail, runs `print(1 + 1)` and exits, and the
+zygote waits for it. Prints the CPU time per execution in milliseconds, from the kernel's accounting, as JSON.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ import os
 import resource
 import sys
 
-from toolroll.sandbox.server import jail, kernel, program
-from toolroll.sandbox.server.spec import Plan, Spec
-from toolroll.sandbox.server.warm import PidNamespace
+from toolroll.sandbox.server.interpreter import script_runner
+from toolroll.sandbox.server.interpreter.zygote import PidNamespace
+from toolroll.sandbox.server.isolation import jail, syscalls
+from toolroll.sandbox.server.job_spec import JailPlan, JobSpec
 
-SPEC: Spec = {
+SPEC: JobSpec = {
     "kind": "script", "filename": "main.py", "code": "print(1 + 1)", "files": {}, "fetch": [], "fetch_limit": 0,
     "memory": 1 << 30, "memory_by_rlimit": False, "stages": [],
 }  # fmt: skip
 
 
-def run_program(plan: Plan) -> None:
-    """In a clone: into the jail, and be the program."""
+def run_program(plan: JailPlan) -> None:
+    """Enter the jail and run the program. Called in a clone."""
     directory = jail.enter(plan, SPEC)
-    jail.lock(plan, directory)
-    jail.limit(plan["limits"], SPEC["memory"], own=jail.OwnMemory(1 << 30, 1 << 30), hard_memory=False)
-    program.run(SPEC["code"], f"{directory}/main.py")
+    jail.drop_privileges(plan, directory)
+    jail.set_rlimits(plan["limits"], SPEC, jail.MemoryUse(1 << 30, 1 << 30))
+    script_runner.run(SPEC["code"], f"{directory}/main.py")
 
 
-def run_all(plan: Plan, count: int) -> float:
-    """CPU seconds of so many executions."""
-    jail.move_in(plan)
+def run_all(plan: JailPlan, count: int) -> float:
+    """Return the CPU time of `count` executions, in seconds."""
+    jail.isolate_zygote(plan)
     gc.collect()
     gc.freeze()
-    space = PidNamespace.make()
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    namespace = PidNamespace.create()
+    own_namespace_fd = os.open("/proc/self/ns/pid", os.O_RDONLY)
 
     def once() -> None:
-        kernel.setns(space.handle, kernel.CLONE_NEWPID)
-        pid, pidfd = kernel.clone(jail.PER_PROGRAM)
+        syscalls.setns(namespace.namespace_fd, syscalls.CLONE_NEWPID)
+        pid, pidfd = syscalls.clone(jail.PROGRAM_NAMESPACES)
         if pid == 0:
             run_program(plan)
-        kernel.setns(own, kernel.CLONE_NEWPID)
+        syscalls.setns(own_namespace_fd, syscalls.CLONE_NEWPID)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         assert status == 0, status
@@ -59,33 +60,30 @@ def run_all(plan: Plan, count: int) -> float:
 
 
 def cpu_seconds() -> float:
-    """What this process and those that it has waited for have used."""
+    """Return the CPU time of this process and of the children that it has waited for."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def find_plan() -> Plan:
-    """How the server would isolate programs here."""
+def find_plan() -> JailPlan:
+    """Return how a server on this machine would isolate programs."""
     import asyncio
 
-    from toolroll.sandbox.server import tier
-    from toolroll.sandbox.server.server import prefixes
+    from toolroll.sandbox.server.execution import isolation_tiers
     from toolroll.sandbox.server.settings import ServerSettings
 
-    settings = ServerSettings()
-    readable = tier.readable_paths(settings.python, prefixes(settings.python), [])
-    return asyncio.run(tier.find(settings, readable)).plan
+    return asyncio.run(isolation_tiers.find(ServerSettings())).plan
 
 
 def main() -> None:
-    if len(sys.argv) == 2:  # anew, without all that it took to find the plan
+    if len(sys.argv) == 2:  # restart without the modules that find_plan() imported
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv, json.dumps(find_plan())])
     count, plan = int(sys.argv[1]), json.loads(sys.argv[2])
     result = os.dup(1)
     reading, writing = os.pipe()
     os.dup2(writing, 1)
     os.set_blocking(reading, False)
-    program.open_streams()
+    script_runner.open_streams()
     seconds = run_all(plan, count)
     os.write(result, json.dumps({"cpu_ms_per_exec": seconds / count * 1000}).encode())
 

@@ -1,18 +1,17 @@
-"""What a second worker brings, what the board costs, and how fast the data is read: runs on a real Ray, one machine.
+"""Measure the scaling of workers, the cost of the coordinator and the speed of reading data, on a local Ray cluster.
 
     python benchmarks/cluster.py [--quick] [--json]
 
-- `scaling_2_workers`: trajectories per second of two workers on two nodes, over those of one. The engine is scripted:
-  a trajectory takes two seconds, so a worker is as fast as it has trajectories in flight, and the machine's cores don't
-  matter. Records are written, as in any run. `board_us_per_trajectory` is what the board's process used of the CPU.
-- `board_cores_at_1000_nodes`: the board, in its actor, with 1,000 workers that have 100 trajectories each, all of which
-  speak once: they tell what they did of it in a second, and take as much. Each does that once in a second, so what the
-  board's process uses of the CPU is the part of a core that it needs. A trajectory is taken to last 50 seconds.
-- `rows_per_s`: how fast the board reads data (JSON lines), and `rows_per_s_ray_data` how fast Ray Data does, with the
-  same file. `row_in_the_middle_s`: seconds until there is the first row of the second half, as a run needs it that goes
-  on after an interruption.
+- `scaling_2_workers`: throughput of two workers on two nodes relative to one worker. The engine is scripted and each
+  trajectory takes two seconds, so throughput depends on the trajectories in flight and not on the machine's cores.
+  Records are written as in any run. `coordinator_us_per_trajectory`: CPU time of the coordinator process.
+- `coordinator_cores_at_1000_nodes`: CPU use of the coordinator actor with 1,000 workers of 100 trajectories each. A
+  trajectory is assumed to last 50 seconds. Every worker exchanges once per second: it reports the trajectories that
+  ended in this second, and takes as many new ones.
+- `rows_per_s`: speed of reading JSON lines in the coordinator; `rows_per_s_ray_data`: the same with Ray Data.
+  `row_in_the_middle_s`: time to the first row of the second half, as needed to resume a run.
 
-Ends with 1 if a bound is broken.
+Exits with 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -32,40 +31,40 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from toolroll.rollout.crew import actor_here
+from toolroll.rollout.distributed.worker_pool import local_actor
 from toolroll.rollout.engines.scripted import ScriptedEngine
+from toolroll.run.aggregates import SampleOutcome
 from toolroll.run.config import DataConfig, RunConfig
-from toolroll.run.data import Rows
-from toolroll.run.progress import Sample
+from toolroll.run.data import PromptRows
+from toolroll.run.resume import SampleItem
 from toolroll.run.run import Run
-from toolroll.run.run_board import RunBoard
-from toolroll.run.tally import Outcome
+from toolroll.run.run_coordinator import RunCoordinator
 
 IN_FLIGHT = 100
-"""Trajectories at once, of each worker."""
-SECONDS_PER_TURN = 1.0
-NODES, IN_FLIGHT_OF_EACH = 1000, 100
-SECONDS_PER_TRAJECTORY = 50
+"""Maximum number of concurrent trajectories per worker."""
+TRAJECTORY_DELAY_S = 2.0
+NODES, IN_FLIGHT_PER_NODE = 1000, 100
+TRAJECTORY_DURATION_S = 50
 BOUNDS: dict[str, Callable[[float], bool]] = {"scaling_2_workers": lambda value: value >= 1.8}
 
 
-class Slow(ScriptedEngine):
-    """Calls no tool, and takes its time: what a run costs beside its engine and its tools is seen best so."""
+class SlowEngine(ScriptedEngine):
+    """Answers after a fixed delay and calls no tool, so that only the overhead of the run is measured."""
 
     def __init__(self, urls: Any, *, tokenizer: str) -> None:
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         end = [*loaded.encode("That is all.", add_special_tokens=False), loaded.convert_tokens_to_ids("<|im_end|>")]
-        super().__init__([end], delay=2 * SECONDS_PER_TURN)
+        super().__init__([end], delay=TRAJECTORY_DELAY_S)
 
 
 def configure(directory: Path, model: str, prompts: int, workers: int) -> RunConfig:
-    """A run of so many prompts."""
+    """Write and load the config of a run."""
     directory.mkdir()
     (directory / "data.jsonl").write_text("".join(f'{{"prompt": "Question {n}?"}}\n' for n in range(prompts)))
     config = {
-        "engine": {"kind": "cluster.Slow", "urls": [], "options": {"tokenizer": model}},
+        "engine": {"kind": "cluster.SlowEngine", "urls": [], "options": {"tokenizer": model}},
         "model": model,
         "data": {"path": str(directory / "data.jsonl")},
         "rollout_data_dir": str(directory / "records"),
@@ -79,34 +78,34 @@ def configure(directory: Path, model: str, prompts: int, workers: int) -> RunCon
 
 
 async def run(config: RunConfig) -> tuple[float, float]:
-    """Trajectories per second, once all workers are there; and the CPU time of the board's process for one."""
+    """Return trajectories per second once all workers are registered, and coordinator CPU seconds per trajectory."""
     async with Run(config) as running:
         while (await running.status()).workers < (config.workers or 1):
             await asyncio.sleep(0.05)
-        before, began = _board_cpu(), await running.status()
+        cpu_before, began = _coordinator_cpu(), await running.status()
         await running.wait()
         ended = await running.status()
-        used = _board_cpu() - before
+        used = _coordinator_cpu() - cpu_before
     done, seconds = ended.done - began.done, ended.seconds - began.seconds
     print(f"{config.workers} workers: {done} in {seconds:.1f} s", file=sys.stderr)
     return done / seconds, used / done
 
 
-def _board_cpu() -> float:
-    """Seconds of CPU that the board's process has used."""
-    times = _board_process().cpu_times()
+def _coordinator_cpu() -> float:
+    """Return the CPU seconds that the coordinator process has used."""
+    times = _coordinator_process().cpu_times()
     return float(times.user + times.system)
 
 
-def _board_process() -> psutil.Process:
+def _coordinator_process() -> psutil.Process:
     for process in psutil.process_iter(["cmdline"]):
-        if "ray::RunBoard" in " ".join(process.info["cmdline"] or ()):
+        if "ray::RunCoordinator" in " ".join(process.info["cmdline"] or ()):
             return process
-    raise RuntimeError("there is no process of a board")
+    raise RuntimeError("No coordinator process found.")
 
 
 async def scaling(quick: bool, model: str, scratch: Path) -> dict[str, float]:
-    """One worker, then two."""
+    """Measure one worker, then two."""
     rounds = 6 if quick else 30
     rates, costs = [], []
     for workers in (1, 2):
@@ -118,54 +117,58 @@ async def scaling(quick: bool, model: str, scratch: Path) -> dict[str, float]:
         "scaling_2_workers": round(rates[1] / rates[0], 3),
         "trajectories_per_s_1_worker": round(rates[0], 1),
         "trajectories_per_s_2_workers": round(rates[1], 1),
-        "board_us_per_trajectory": round(min(costs) * 1e6, 1),
+        "coordinator_us_per_trajectory": round(min(costs) * 1e6, 1),
     }
 
 
-async def a_thousand_nodes(model: str, scratch: Path) -> dict[str, float]:
-    """A board with so many workers, as one would be in a second of a run's middle."""
-    told = IN_FLIGHT_OF_EACH // SECONDS_PER_TRAJECTORY
+async def thousand_nodes(model: str, scratch: Path) -> dict[str, float]:
+    """Measure a coordinator with 1,000 workers in the middle of a run."""
+    per_second = IN_FLIGHT_PER_NODE // TRAJECTORY_DURATION_S
     seconds = 5
-    config = configure(scratch / "many", model, NODES * (IN_FLIGHT_OF_EACH + told * seconds), NODES)
-    board = actor_here(RunBoard).remote(config, NODES)
+    config = configure(scratch / "many", model, NODES * (IN_FLIGHT_PER_NODE + per_second * seconds), NODES)
+    coordinator = local_actor(RunCoordinator).remote(config, NODES)
     names = [f"worker-{number}" for number in range(NODES)]
-    await asyncio.gather(*(board.join.remote(name) for name in names))
-    first = await asyncio.gather(*(board.exchange.remote(name, 1, [], IN_FLIGHT_OF_EACH) for name in names))
-    holds = [list(orders.pieces) for orders in first]
-    in_flight = sum(map(len, holds))
-    before = _board_cpu()
+    await asyncio.gather(*(coordinator.register.remote(name) for name in names))
+    first = await asyncio.gather(*(coordinator.exchange.remote(name, 1, [], IN_FLIGHT_PER_NODE) for name in names))
+    held_items = [list(assignment.items) for assignment in first]
+    in_flight = sum(map(len, held_items))
+    before = _coordinator_cpu()
     for second in range(seconds):
-        words = [[(piece.key, outcome(piece.work)) for piece in held[:told]] for held in holds]
-        asked = [board.exchange.remote(name, 2 + second, word, told) for name, word in zip(names, words, strict=True)]
-        for held, orders in zip(holds, await asyncio.gather(*asked), strict=True):
-            held[:] = [*held[told:], *orders.pieces]
-    used = _board_cpu() - before
-    memory = _board_process().memory_info().rss
-    await board.close.remote()
-    ray.kill(board)
+        requests = [
+            coordinator.exchange.remote(
+                name, 2 + second, [(item.key, outcome(item.payload)) for item in held[:per_second]], per_second
+            )
+            for name, held in zip(names, held_items, strict=True)
+        ]
+        for held, assignment in zip(held_items, await asyncio.gather(*requests), strict=True):
+            held[:] = [*held[per_second:], *assignment.items]
+    used = _coordinator_cpu() - before
+    memory = _coordinator_process().memory_info().rss
+    await coordinator.close.remote()
+    ray.kill(coordinator)
     return {
-        "board_in_flight_at_1000_nodes": in_flight,
-        "board_trajectories_per_s_at_1000_nodes": NODES * told,
-        "board_cores_at_1000_nodes": round(used / seconds, 3),
-        "board_mb_at_1000_nodes": round(memory / 1e6),
+        "coordinator_in_flight_at_1000_nodes": in_flight,
+        "coordinator_trajectories_per_s_at_1000_nodes": NODES * per_second,
+        "coordinator_cores_at_1000_nodes": round(used / seconds, 3),
+        "coordinator_mb_at_1000_nodes": round(memory / 1e6),
     }
 
 
-def outcome(sample: Sample) -> Outcome:
-    """What a worker tells of a trajectory."""
-    return Outcome(sample.row, sample.sample, 1.0, "ok", "stop", 4, 3000, 4000, 3, 0, 0, 50.0, 2.0, 0.1, "exact")
+def outcome(sample: SampleItem) -> SampleOutcome:
+    """Return the outcome that a worker reports."""
+    return SampleOutcome(sample.row, sample.sample, 1.0, "ok", "stop", 4, 3000, 4000, 3, 0, 0, 50.0, 2.0, 0.1, "exact")
 
 
 def reading(quick: bool, scratch: Path) -> dict[str, float]:
-    """The board's reader and Ray Data, with one file."""
+    """Measure our reader and Ray Data with the same file."""
     from ray import data as ray_data
 
     count = 200_000 if quick else 2_000_000
     file = scratch / "rows.jsonl"
-    question = "A question about some apples, as long as those of GSM8K are: of some 250 characters. " * 3
+    question = "A question about some apples, as long as those of GSM8K are: about 250 characters. " * 3
     with file.open("w") as rows:
         rows.writelines(f'{{"prompt": "{question} {n}", "answer": "{n}"}}\n' for n in range(count))
-    ours = Rows(DataConfig(path=str(file), ground_truth="answer"))
+    ours = PromptRows(DataConfig(path=str(file), ground_truth="answer"))
     ray_data.DataContext.get_current().enable_progress_bars = False
     theirs = ray_data.read_json(str(file))
     figures: dict[str, float] = {}
@@ -185,21 +188,21 @@ def reading(quick: bool, scratch: Path) -> dict[str, float]:
 
 
 async def measure(quick: bool, model: str) -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         scratch = Path(folder)
         figures = await scaling(quick, model, scratch)
-        figures |= await a_thousand_nodes(model, scratch)
-        # In a process of its own: Ray Data's threads outlive an iteration that is left in the middle, and Ray ends a
-        # process in which one speaks to it after `ray.shutdown()`.
+        figures |= await thousand_nodes(model, scratch)
+        # In a separate process: threads of Ray Data outlive an iteration that is stopped early, and Ray aborts a
+        # process in which a thread calls it after `ray.shutdown()`.
         return figures | await ray.remote(num_cpus=0)(reading).remote(quick, scratch)
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print the figures, and check the bounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "rollout"))
     import small_tokenizer  # type: ignore[import-not-found]

@@ -1,7 +1,9 @@
-"""How long `toolroll view` takes until its first screen is there, and what memory: in a real pseudo-terminal.
+"""Measure how long `toolroll view` takes to show its first screen, and its memory, in a pseudo-terminal.
 
-From the start of the process to the moment at which the first sample's row and text are on the screen, Python's own
-start and all imports included.
+The time is measured from the start of the process, including that of Python and all imports, until the first sample is
+on the screen.
+
+    python benchmarks/first_screen.py DIRECTORY [SECONDS]
 """
 
 from __future__ import annotations
@@ -16,36 +18,43 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-SHOWN = "sample 1 of "
-"""Stands in the title as soon as samples are listed."""
-ESCAPES = re.compile(rb"\x1b\[[0-9;?<>=$]*[A-Za-z]|\x1b\][^\x07]*\x07")
+FIRST_SCREEN_TEXT = b"sample 1 of "
+"""Part of the title as soon as samples are listed."""
+ESCAPE_SEQUENCES = re.compile(rb"\x1b\[[0-9;?<>=$]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
-def first_screen(directory: Path, within: float = 60.0, after: float = 0.0) -> tuple[float, float]:
-    """Open the viewer on a directory: seconds to its first screen, and the peak of its memory in MB.
+def first_screen(directory: Path, timeout_s: float = 60.0, run_on_s: float = 0.0) -> tuple[float, float]:
+    """Open a directory in the viewer.
 
     Args:
-        directory: The dumps.
-        within: Seconds after which it counts as failed.
-        after: Seconds to let it run on, before its memory is read.
+        directory: Directory with dumps.
+        timeout_s: Time after which the measurement fails.
+        run_on_s: Time to keep the viewer running before its memory is measured.
+
+    Returns:
+        Seconds until the first screen, and peak memory in MB.
+
+    Raises:
+        TimeoutError: If the first screen does not appear in time.
     """
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "toolroll.cli", "view", str(directory)]
-    began = time.perf_counter()
+    start = time.perf_counter()
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     try:
-        _read_until(controller, SHOWN.encode(), began + within)
-        took = time.perf_counter() - began
-        _read_until(controller, None, time.perf_counter() + after)
+        _read_until_text(controller, FIRST_SCREEN_TEXT, start + timeout_s)
+        elapsed = time.perf_counter() - start
+        _drain(controller, time.perf_counter() + run_on_s)
         peak = _peak_mb(process.pid)
         os.write(controller, b"q")
-        _read_until(controller, None, time.perf_counter() + 10, lambda: process.poll() is not None)
-        return took, peak
+        _drain(controller, time.perf_counter() + 10, lambda: process.poll() is not None)
+        return elapsed, peak
     finally:
         if process.poll() is None:
             process.kill()
@@ -53,21 +62,35 @@ def first_screen(directory: Path, within: float = 60.0, after: float = 0.0) -> t
         os.close(controller)
 
 
-def _read_until(terminal: int, wanted: bytes | None, deadline: float, ended: object = None) -> None:
-    """Read what it draws: a terminal that nobody reads from holds its program up."""
-    seen = b""
+def _read_until_text(terminal: int, text: bytes, deadline: float) -> None:
+    output = b""
+
+    def is_shown(data: bytes) -> bool:
+        nonlocal output
+        output += data
+        return text in ESCAPE_SEQUENCES.sub(b"", output)
+
+    if not _read(terminal, deadline, is_shown):
+        raise TimeoutError(f"The screen never showed {text!r}: {ESCAPE_SEQUENCES.sub(b'', output)[-500:]!r}")
+
+
+def _drain(terminal: int, deadline: float, is_done: Callable[[], bool] = lambda: False) -> None:
+    """Read and discard output, because a full terminal buffer blocks the viewer."""
+    _read(terminal, deadline, lambda _: is_done())
+
+
+def _read(terminal: int, deadline: float, is_done: Callable[[bytes], bool]) -> bool:
+    """Read until `is_done` returns True for the data, the program exits or the deadline passes."""
     while (left := deadline - time.perf_counter()) > 0:
-        if callable(ended) and ended():
-            return
+        data = b""
         if select.select([terminal], [], [], min(left, 0.05))[0]:
             try:
-                seen += os.read(terminal, 65536)
-            except OSError:  # the program has ended
-                return
-            if wanted is not None and wanted in ESCAPES.sub(b"", seen):
-                return
-    if wanted is not None:
-        raise TimeoutError(f"{wanted!r} never came up: {ESCAPES.sub(b'', seen)[-500:]!r}")
+                data = os.read(terminal, 65536)
+            except OSError:  # the program has exited
+                return False
+        if is_done(data):
+            return True
+    return False
 
 
 def _peak_mb(pid: int) -> float:
@@ -79,8 +102,8 @@ def _peak_mb(pid: int) -> float:
 
 def main() -> None:
     """Measure a directory."""
-    took, peak = first_screen(Path(sys.argv[1]), after=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
-    print(f"first screen after {took:.2f} s, {peak:.0f} MB")
+    elapsed, peak = first_screen(Path(sys.argv[1]), run_on_s=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+    print(f"first screen after {elapsed:.2f} s, {peak:.0f} MB")
 
 
 if __name__ == "__main__":

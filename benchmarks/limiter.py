@@ -1,13 +1,14 @@
-"""What one limit for the whole cluster costs, beside the original design and bare Ray calls, all in one run.
+"""Cost of one limit for the whole cluster, compared with the original design and with bare Ray calls.
 
     python benchmarks/limiter.py [--quick] [--json]
 
-Four processes share a limit of 32. `contended`: twice as many want a slot as there are, and each execution takes 20 ms,
-so 1,600 a second would be ideal. `uncontended`: a quarter want one, for 1 ms each. An execution is `overtaken` if one
-that was submitted more than 2 ms later began earlier, in whichever process. The ledger alone is measured with 4,000
-simulated holders on one core.
+Four processes share a limit of 32. `contended`: the demand is twice the limit and each execution takes 20 ms, so the
+ideal rate is 1,600 per second. `uncontended`: the demand is a quarter of the limit, and each execution takes 1 ms. An
+execution counts as `overtaken` if another one that was submitted more than 2 ms later, in any process, started earlier.
+The ledger is also measured alone, with 4,000 simulated holders on one core.
 
-Without `--quick` it also measures other limits and draws docs/images/limiter.png. Ends with 1 where a bound is missed.
+Without `--quick` the benchmark also measures other limits and draws docs/images/limiter.png. The exit status is 1 if a
+figure is out of bounds.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import original_limiter
 import ray
 
 from toolroll.limiter.cluster import ClusterLimiter
-from toolroll.limiter.lease import Allowance
+from toolroll.limiter.lease import LeasedSlots
 from toolroll.limiter.ledger import Ledger
 from toolroll.limiter.limiter import LocalLimiter
 
-LIMIT, PROCESSES, HOLD = 32, 4, 0.02
+LIMIT, PROCESSES, EXECUTION_S = 32, 4, 0.02
 MANY_WAITERS, MANY_HOLDERS = 100_000, 4000
 
 BOUNDS = {
@@ -44,81 +45,91 @@ BOUNDS = {
     "overtaken_fraction": (0.0, 0.05),
     "added_p99_ms_uncontended": (0.0, 1.0),
 }
-"""What must hold, at the least and at the most."""
+"""Minimum and maximum of each figure."""
 
-Run = list[tuple[float, float]]
-"""When each execution was submitted, and when it began."""
+Executions = list[tuple[float, float]]
+"""Submission time and start time of each execution."""
 
 
 class Ours:
-    """A process that uses our limiter from coroutines."""
+    """A process that uses toolroll's limiter from coroutines."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._limiter = ClusterLimiter(name, limit)
 
-    async def run(self, concurrency: int, hold: float, begin: float, end: float) -> tuple[Run, int]:
-        """Executions until the end, and how many reports were sent for those after the beginning."""
-        runs: Run = []
-        await asyncio.gather(*(self._one(runs, hold, end) for _ in range(concurrency)), self._note(begin))
-        return [run for run in runs if run[0] >= begin], self._limiter.reports - self._before
+    async def warm_up(self) -> None:
+        """Acquire a slot once, so that the limiter runs."""
+        async with self._limiter.slot(hold=1.0):
+            pass
 
-    async def _note(self, begin: float) -> None:
+    async def run(self, concurrency: int, duration: float, begin: float, end: float) -> tuple[Executions, int]:
+        """Run executions until `end`. Return those submitted after `begin`, and the number of reports since."""
+        runs: Executions = []
+        executions = [self._execute_until(end, runs, duration) for _ in range(concurrency)]
+        await asyncio.gather(*executions, self._count_reports(begin))
+        return [run for run in runs if run[0] >= begin], self._limiter.reports_sent - self._reports_before
+
+    async def _count_reports(self, begin: float) -> None:
         await asyncio.sleep(max(0.0, begin - time.monotonic()))
-        self._before = self._limiter.reports
+        self._reports_before = self._limiter.reports_sent
 
-    async def _one(self, runs: Run, hold: float, end: float) -> None:
+    async def _execute_until(self, end: float, runs: Executions, duration: float) -> None:
         while (submitted := time.monotonic()) < end:
             async with self._limiter.slot(hold=1.0):
                 runs.append((submitted, time.monotonic()))
-                await asyncio.sleep(hold)
+                await asyncio.sleep(duration)
 
 
 def _sleep(seconds: float) -> float:
-    """Work, in blocking code. When it began."""
-    began = time.monotonic()
+    """Sleep and return the start time."""
+    start = time.monotonic()
     time.sleep(seconds)
-    return began
+    return start
 
 
 class Theirs:
-    """A process that uses the original design: its tool hands executions to a worker, which calls twice."""
+    """A process that uses the original design: a worker runs the executions, with two remote calls each."""
 
     def __init__(self, name: str, limit: int) -> None:
         remote: Any = ray.remote
-        made = remote(original_limiter.Worker).options(max_concurrency=2 * limit, num_cpus=0)
-        self._worker = made.remote(name, limit)
+        worker = remote(original_limiter.Worker).options(max_concurrency=2 * limit, num_cpus=0)
+        self._worker = worker.remote(name, limit)
 
-    async def run(self, concurrency: int, hold: float, begin: float, end: float) -> tuple[Run, int]:
-        """Executions until the end, and the calls that those after the beginning cost."""
-        runs: Run = []
-        await asyncio.gather(*(self._one(runs, hold, end) for _ in range(concurrency)))
+    async def warm_up(self) -> None:
+        """Run one execution, so that the worker runs."""
+        await self._worker.execute.remote(_sleep, 0.0)
+
+    async def run(self, concurrency: int, duration: float, begin: float, end: float) -> tuple[Executions, int]:
+        """Run executions until `end`. Return those submitted after `begin`, and the number of remote calls."""
+        runs: Executions = []
+        await asyncio.gather(*(self._execute_until(end, runs, duration) for _ in range(concurrency)))
         counted = [run for run in runs if run[0] >= begin]
         return counted, 3 * len(counted)
 
-    async def _one(self, runs: Run, hold: float, end: float) -> None:
+    async def _execute_until(self, end: float, runs: Executions, duration: float) -> None:
         while (submitted := time.monotonic()) < end:
-            runs.append((submitted, await self._worker.execute.remote(_sleep, hold)))
+            runs.append((submitted, await self._worker.execute.remote(_sleep, duration)))
 
 
 def load(
-    kind: type, name: str, limit: int, concurrency: int, seconds: float, hold: float = HOLD
-) -> tuple[Run, int, float]:
-    """All executions of all processes, the calls that they cost, and executions per second."""
+    kind: type, name: str, limit: int, concurrency: int, seconds: float, duration: float = EXECUTION_S
+) -> tuple[Executions, int, float]:
+    """Return the executions of all processes, the number of remote calls, and the executions per second."""
     remote: Any = ray.remote
     processes = [remote(num_cpus=0)(kind).remote(name, limit) for _ in range(PROCESSES)]
-    ray.get([process.run.remote(1, 0.0, 0.0, 0.0) for process in processes])
-    begin = time.monotonic() + 1.5  # until then shares settle
-    parts = ray.get([process.run.remote(concurrency, hold, begin, begin + seconds) for process in processes])
+    ray.get([process.warm_up.remote() for process in processes])
+    begin = time.monotonic() + 1.5  # the shares have settled by then
+    parts = ray.get([process.run.remote(concurrency, duration, begin, begin + seconds) for process in processes])
     for process in processes:
         ray.kill(process)
     runs = sorted(run for part, _ in parts for run in part)
     return runs, sum(calls for _, calls in parts), len(runs) / seconds
 
 
-def overtaken(runs: Run) -> float:
-    """The part of executions that one submitted more than 2 ms later got ahead of.
+def overtaken(runs: Executions) -> float:
+    """Return the fraction of executions that were overtaken by one submitted more than 2 ms later.
 
-    `runs` are in order of submission.
+    `runs` is in order of submission.
     """
     submitted = [run[0] for run in runs]
     earliest_from = [run[1] for run in runs]
@@ -128,13 +139,13 @@ def overtaken(runs: Run) -> float:
     return sum(at < len(runs) and earliest_from[at] < run[1] for at, run in zip(later, runs, strict=True)) / len(runs)
 
 
-def waits_ms(runs: Run) -> list[float]:
-    """How long each execution waited."""
-    return [(began - submitted) * 1000 for submitted, began in runs]
+def waits_ms(runs: Executions) -> list[float]:
+    """Return the waiting time of each execution, in milliseconds."""
+    return [(started - submitted) * 1000 for submitted, started in runs]
 
 
 def many_waiters() -> dict[str, Any]:
-    """100,000 coroutines before one gate."""
+    """Measure 100,000 coroutines that wait for the slots of one queue."""
     order: list[int] = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -147,24 +158,24 @@ def many_waiters() -> dict[str, Any]:
                 await asyncio.sleep(0)
 
         tasks = [asyncio.create_task(one(number)) for number in range(MANY_WAITERS)]
-        began = time.monotonic()
+        start = time.monotonic()
         await asyncio.gather(*tasks)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
-    took = asyncio.run(main())
+    elapsed = asyncio.run(main())
     if order != sorted(order):
         sys.exit("waiters were overtaken in one process")
     return {
         "waiters": len(order),
-        "waiters_grants_per_second": round(len(order) / took),
+        "waiters_grants_per_second": round(len(order) / elapsed),
         "waiters_mb": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1),
     }
 
 
 def many_holders() -> dict[str, Any]:
-    """One ledger, 4,000 holders of which all want more than there is."""
+    """Measure one ledger with 4,000 holders under contention."""
     ledger, now = Ledger(MANY_HOLDERS * 2), 0.0
-    holders = [Allowance(f"holder {number}") for number in range(MANY_HOLDERS)]
+    holders = [LeasedSlots(f"holder {number}") for number in range(MANY_HOLDERS)]
     reports, divisions, answers = [], [], []
     for turn in range(6):
         now += 1.0
@@ -172,16 +183,16 @@ def many_holders() -> dict[str, Any]:
             holder.report(now, in_use=holder.usable(now), wants=2 + (number + turn) % 4, hold=30.0)
             for number, holder in enumerate(holders)
         ]
-        began = time.perf_counter()
+        start = time.perf_counter()
         for message in messages:
             ledger.report(message, now)
-        reports.append((time.perf_counter() - began) / MANY_HOLDERS * 1e6)
-        began = time.perf_counter()
+        reports.append((time.perf_counter() - start) / MANY_HOLDERS * 1e6)
+        start = time.perf_counter()
         ledger.divide(now)
-        divisions.append((time.perf_counter() - began) * 1e3)
-        began = time.perf_counter()
-        leases = [ledger.answer(holder.holder, now, due=True) for holder in holders]
-        answers.append((time.perf_counter() - began) / MANY_HOLDERS * 1e6)
+        divisions.append((time.perf_counter() - start) * 1e3)
+        start = time.perf_counter()
+        leases = [ledger.answer(holder.holder, due=True) for holder in holders]
+        answers.append((time.perf_counter() - start) / MANY_HOLDERS * 1e6)
         for holder, lease in zip(holders, leases, strict=True):
             if lease is not None:
                 holder.apply(lease)
@@ -190,28 +201,28 @@ def many_holders() -> dict[str, Any]:
         "ledger_us_per_report": round(statistics.median(reports), 2),
         "ledger_us_per_answer": round(statistics.median(answers), 2),
         "ledger_ms_per_tick": round(statistics.median(divisions), 2),
-        "ledger_reports_per_second_asked_for": round(MANY_HOLDERS / ledger.renewal),
+        "ledger_reports_per_second_asked_for": round(MANY_HOLDERS / ledger.renewal_interval),
         "ledger_lease_seconds": ledger.ttl,
     }
 
 
 def bare_calls() -> int:
-    """Calls per second to a Ray actor that does nothing, one after the other."""
+    """Return the number of sequential calls per second to a Ray actor that does nothing."""
     semaphore = original_limiter.semaphore("bare", 1)
     ray.get(semaphore.current.remote())
-    began, calls = time.monotonic(), 500
+    start, calls = time.monotonic(), 500
     for _ in range(calls):
         ray.get(semaphore.current.remote())
-    return round(calls / (time.monotonic() - began))
+    return round(calls / (time.monotonic() - start))
 
 
 def measure(seconds: float) -> dict[str, Any]:
-    """Every figure."""
-    ideal = LIMIT / HOLD
+    """Measure all figures."""
+    ideal = LIMIT / EXECUTION_S
     figures: dict[str, Any] = {**many_waiters(), **many_holders(), "bare_ray_calls_per_second": bare_calls()}
     theirs, their_calls, their_rate = load(Theirs, f"theirs {time.time()}", LIMIT, 2 * LIMIT // PROCESSES, seconds)
     ours, calls, rate = load(Ours, f"ours {time.time()}", LIMIT, 2 * LIMIT // PROCESSES, seconds)
-    easy, easy_calls, _ = load(Ours, f"easy {time.time()}", LIMIT, LIMIT // PROCESSES // 4, seconds, hold=0.001)
+    easy, easy_calls, _ = load(Ours, f"easy {time.time()}", LIMIT, LIMIT // PROCESSES // 4, seconds, duration=0.001)
     figures |= {
         "executions_per_second_ideal": round(ideal),
         "executions_per_second": round(rate),
@@ -230,13 +241,13 @@ def measure(seconds: float) -> dict[str, Any]:
     return figures
 
 
-def missed(figures: dict[str, Any]) -> list[str]:
-    """Which bounds the figures don't keep."""
-    return [name for name, (least, most) in BOUNDS.items() if not least <= figures[name] <= most]
+def out_of_bounds(figures: dict[str, Any]) -> list[str]:
+    """Return the names of the figures that are out of bounds."""
+    return [name for name, (low, high) in BOUNDS.items() if not low <= figures[name] <= high]
 
 
 def draw(path: Path) -> None:
-    """Executions per second at several limits, ours and theirs."""
+    """Draw the executions per second at several limits, with leases and in the original design."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -244,19 +255,19 @@ def draw(path: Path) -> None:
 
     limits = [8, 16, 32, 64]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(limits, [limit / HOLD for limit in limits], "--", color="0.6", label="ideal")
+    axes.plot(limits, [limit / EXECUTION_S for limit in limits], "--", color="0.6", label="ideal")
     for kind, label in ((Ours, "leases"), (Theirs, "original: two calls per execution")):
         rates = [load(kind, f"{label} {limit}", limit, 2 * limit // PROCESSES, 4.0)[2] for limit in limits]
         axes.plot(limits, rates, "o-", label=label)
     axes.set(xlabel="limit", ylabel="executions per second", xticks=limits, ylim=(0, None))
-    axes.set_title(f"{PROCESSES} processes, {HOLD * 1000:.0f} ms per execution, twice as many wanted as allowed")
+    axes.set_title(f"{PROCESSES} processes, {EXECUTION_S * 1000:.0f} ms per execution, demand twice the limit")
     axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter, and no picture")
+    parser.add_argument("--quick", action="store_true", help="measure for a shorter time and draw no picture")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     here = Path(__file__).parent
@@ -264,14 +275,14 @@ def main() -> None:
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     ray.init("local", num_cpus=4, object_store_memory=10**8, **quiet)
     figures = measure(seconds=4.0 if options.quick else 12.0)
-    if missed(figures):  # the machine may have been busy with something else: what is really too slow is so twice
+    if out_of_bounds(figures):  # retry once, as the machine may have been busy
         figures = measure(seconds=4.0 if options.quick else 12.0)
     if not options.quick:
         draw(here.parent / "docs/images/limiter.png")
     ray.shutdown()
     print(json.dumps(figures) if options.json else "\n".join(f"{name:38} {value}" for name, value in figures.items()))
-    if missed(figures):
-        sys.exit(f"out of bounds: {', '.join(missed(figures))}")
+    if out_of_bounds(figures):
+        sys.exit(f"out of bounds: {', '.join(out_of_bounds(figures))}")
 
 
 if __name__ == "__main__":

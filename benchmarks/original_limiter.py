@@ -1,7 +1,7 @@
-"""The limiter of the original design, for comparison: a semaphore in a Ray actor, asked twice per execution.
+"""Limiter of the original design, for comparison: a semaphore in a Ray actor, with two remote calls per execution.
 
-Written anew from the published description, with its ways kept: the release is registered before the acquire, the actor
-has one name, no lifetime of its own, and lives in the namespace of the job that made it.
+Reimplemented from the published description, including its faults: the release is registered before the acquire, and
+the actor is not detached and is in the namespace of the job that created it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 GROUPS = {"acquire": 1, "release": 10}
-"""One thread in which all wait in turn, and ten in which places are given back."""
+"""Threads of the actor: all waiters share one, releases have ten."""
 
 
 class Semaphore:
-    """Counts what is in flight. Ray makes the actor of it."""
+    """Counts running executions. Created as a Ray actor."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -32,40 +32,40 @@ class Semaphore:
 
     @ray.method(concurrency_group="acquire")
     def acquire(self) -> None:
-        """Wait for a place."""
+        """Wait for a slot."""
         self._semaphore.acquire()
         self.count += 1
 
     @ray.method(concurrency_group="release")
     def release(self) -> None:
-        """Give a place back."""
+        """Release a slot."""
         self._semaphore.release()
         self.count -= 1
 
     def current(self) -> tuple[int, int]:
-        """How many there are, and of how many."""
+        """Return the number of slots in use and the limit."""
         return self.count, self.limit
 
 
 def semaphore(name: str | None, limit: int, **options: Any) -> Any:
-    """The actor of that name in this job's namespace, made if it isn't there."""
+    """Return the actor of that name in this job's namespace, creating it if necessary."""
     remote: Any = ray.remote
-    made = remote(concurrency_groups=GROUPS, num_cpus=0)(Semaphore)
-    return made.options(name=name, get_if_exists=name is not None, **options).remote(limit)
+    actor = remote(concurrency_groups=GROUPS, num_cpus=0)(Semaphore)
+    return actor.options(name=name, get_if_exists=name is not None, **options).remote(limit)
 
 
 class AsyncSemaphore:
-    """The obvious repair: an async actor, in which waiting takes no thread."""
+    """Variant as an async actor, in which waiters occupy no threads."""
 
     def __init__(self, limit: int) -> None:
         self._semaphore = asyncio.Semaphore(limit)
 
     async def acquire(self) -> None:
-        """Wait for a place."""
+        """Wait for a slot."""
         await self._semaphore.acquire()
 
     async def release(self) -> None:
-        """Give a place back."""
+        """Release a slot."""
         self._semaphore.release()
 
 
@@ -76,12 +76,12 @@ class Worker:
         self._semaphore = semaphore(name, limit)
 
     def execute(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run the function; None if it fails."""
+        """Run a function and return its result, or None if it fails."""
         with ExitStack() as stack:
             stack.callback(self._semaphore.release.remote)
             ray.get(self._semaphore.acquire.remote())
             try:
                 return fn(*args)
             except Exception as error:
-                logger.warning("failed: %s", error)
+                logger.warning("function failed: %s", error)
         return None

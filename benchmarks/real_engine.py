@@ -1,7 +1,7 @@
-"""A real SGLang with a real model, SmolLM2-135M-Instruct, on the CPU.
+"""Start a real SGLang server with a real model, SmolLM2-135M-Instruct, on the CPU.
 
-`.ci/sglang` makes both, once per machine. Its scheduler, cache and HTTP side are those of production; its kernels are
-torch's. vLLM would take twice the time to install: its wire format is tested against a double of it.
+`.ci/sglang` installs both once per machine. Scheduler, cache and HTTP server are those of production; the kernels are
+those of torch. vLLM takes twice as long to install, so its wire format is tested against a fake server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from free_port import free_port
 
 ROOT = Path(__file__).parent.parent
-STARTS_WITHIN = 300.0
-"""Seconds; 25 on two idle cores."""
+START_TIMEOUT_S = 300.0
+"""Timeout for the server to start, which takes 25 s on two idle cores."""
 FLAGS = {
     "device": "cpu",
     "attention-backend": "torch_native",
@@ -35,27 +35,32 @@ FLAGS = {
 
 @dataclass
 class RealEngine:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     model_dir: Path
-    """The model as Hugging Face keeps it, with its tokenizer."""
+    """Directory of the model and its tokenizer, in the format of Hugging Face."""
     process: subprocess.Popen[bytes]
     log: Path
     start_time: float
 
 
+def fastest_dtype() -> str:
+    """Return the data type for this CPU. Without instructions for bfloat16, float32 is up to four times as fast."""
+    return "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
+
+
 @contextlib.contextmanager
-def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
-    """A server, until the block ends. With float32 it is slower, and its log-probabilities agree to 5e-5."""
-    made = subprocess.run([ROOT / ".ci" / "sglang"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    where = dict(line.split("=", 1) for line in made.split())
+def real_engine() -> Iterator[RealEngine]:
+    """Run a server until the block ends."""
+    output = subprocess.run([ROOT / ".ci" / "sglang"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    paths = dict(line.split("=", 1) for line in output.split())
     port = free_port()
-    flags = {**FLAGS, "model-path": where["model"], "host": "127.0.0.1", "port": str(port), "dtype": dtype}
-    # It ends with the process that started it, however that ends.
-    # And gives way to others: who runs beside it may count seconds; it takes minutes in any case.
-    command = ["setpriv", "--pdeathsig", "TERM", "nice", "-n", "10", where["python"], "-m", "sglang.launch_server"]
-    command += ["--disable-overlap-schedule", "--sleep-on-idle"]  # else it takes a core while nobody asks for anything
+    flags = {**FLAGS, "model-path": paths["model"], "host": "127.0.0.1", "port": str(port)}
+    flags["dtype"] = fastest_dtype()
+    # With setpriv, the server ends with the process that started it.
+    command = ["setpriv", "--pdeathsig", "TERM", paths["python"], "-m", "sglang.launch_server"]
+    command += ["--disable-overlap-schedule", "--sleep-on-idle"]  # else an idle server uses a core
     with tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log") as log:
         process = subprocess.Popen(
             [*command, *(f"--{flag}={value}" for flag, value in flags.items())],
@@ -65,7 +70,7 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
             env={**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        engine = RealEngine(f"http://127.0.0.1:{port}", Path(where["model"]), process, Path(log.name), 0.0)
+        engine = RealEngine(f"http://127.0.0.1:{port}", Path(paths["model"]), process, Path(log.name), 0.0)
         try:
             engine.start_time = wait_until_ready(engine)
             yield engine
@@ -74,17 +79,17 @@ def real_engine(dtype: str = "bfloat16") -> Iterator[RealEngine]:
 
 
 def wait_until_ready(engine: RealEngine) -> float:
-    """Seconds that it took."""
-    began = time.monotonic()
-    while time.monotonic() - began < STARTS_WITHIN and engine.process.poll() is None:
+    """Wait until the server responds and return the duration in seconds."""
+    started = time.monotonic()
+    while time.monotonic() - started < START_TIMEOUT_S and engine.process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(engine.url + "/health", timeout=30):
-            return time.monotonic() - began
+            return time.monotonic() - started
         time.sleep(0.5)
-    raise RuntimeError(f"SGLang did not start. Its last words:\n{engine.log.read_text(errors='replace')[-5000:]}")
+    raise RuntimeError(f"SGLang did not start. End of its log:\n{engine.log.read_text(errors='replace')[-5000:]}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server, and whatever it started."""
+    """Stop the server and its child processes."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)

@@ -1,14 +1,14 @@
-"""What grading costs, beside sending the same programs to the same sandbox with nothing around it.
+"""Measure the overhead of grading over sending the same programs to the same sandbox directly.
 
     python benchmarks/rewards.py [--quick] [--json]
 
-A batch of solutions with 20 test cases each, of programs and of functions: right ones, wrong ones, some that crash, a
-few that never end. Every case runs. `wrong_scores` counts the scores that are not what the batch was made to have.
-`vs_bare_sandbox` is the time that grading took over the time for the same requests, prepared beforehand and sent by a
-plain HTTP client at the same concurrency, which looks at the status only. Both are done in turns, a quarter of the
-batch each. `in_flight_most` is what the server said when it was asked now and then.
+The batch consists of solutions with 20 test cases each, of programs and of functions: correct ones, wrong ones, some
+that crash, a few that never end. Every case runs. `wrong_scores` counts the scores that differ from the intended ones.
+`vs_bare_sandbox` is the time for grading divided by the time for the same requests, prepared beforehand and sent by a
+plain HTTP client with the same concurrency that checks only the status. The two alternate, a quarter of the batch at a
+time. `in_flight_most` is the maximum that the server reported when it was polled.
 
-Ends with 1 if a bound is broken.
+Exits with status 1 if a bound is exceeded.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from toolroll.rewards.cases import Cases, read_cases
 from toolroll.rewards.grader import CodeGrader, GraderSettings, Solution
 from toolroll.sandbox.client import SandboxClient
 
-CASES = 20
-AT_ONCE = 16
+CASES_PER_SOLUTION = 20
+MAX_IN_FLIGHT = 16
 PARTS = 4
-TIME_OF_THE_SLOW = 0.5
+ENDLESS_PROGRAM_TIMEOUT_S = 0.5
 BOUNDS: dict[str, Callable[[float], bool]] = {
     "wrong_scores": lambda value: value == 0,
     "vs_bare_sandbox": lambda value: value < 1.3,
-    "in_flight_most": lambda value: value <= AT_ONCE,
+    "in_flight_most": lambda value: value <= MAX_IN_FLIGHT,
 }
 
 
-class Graded(NamedTuple):
-    """An answer, its cases, and the score that it must have."""
+class ExpectedGrade(NamedTuple):
+    """An answer, its cases, and the score that it must get."""
 
     answer: str
     cases: Cases
@@ -59,68 +59,69 @@ class Solution:
         {extra}
         return sum(range(n))
 """
-SPOILT: list[tuple[str, Callable[[int], bool]]] = [
+DEFECTS: list[tuple[str, Callable[[int], bool]]] = [
     ("pass", lambda n: False),
     ("pass", lambda n: False),
     ("n += n % 4 == 0", lambda n: n % 4 == 0),
     ("1 // (n % 5)", lambda n: n % 5 == 0),
     ("print('noise')", lambda n: False),
 ]
-"""A line of a solution, and in which cases it fails by it. The last one spoils a program, but no function."""
+"""A line of a solution, and the inputs for which it makes the solution fail. The last one only affects programs."""
 
 
-def batch(count: int) -> Iterator[Graded]:
-    """Solutions of every kind, one after another."""
-    numbers = range(1, CASES + 1)
+def batch(count: int) -> Iterator[ExpectedGrade]:
+    """Yield solutions of every kind in turn."""
+    numbers = range(1, CASES_PER_SOLUTION + 1)
     for number in range(count):
         as_program = bool(number % 2)
-        slow = number % 64 == 13
-        line, fails = SPOILT[number // 2 % len(SPOILT)]
-        if slow:
+        is_endless = number % 64 == 13
+        line, fails = DEFECTS[number // 2 % len(DEFECTS)]
+        if is_endless:
             line, fails = "while n == 7: pass", lambda n: n == 7
-        spoilt = [fails(n) or (as_program and "noise" in line) for n in numbers]
+        failed = [fails(n) or (as_program and "noise" in line) for n in numbers]
         totals = [sum(range(n)) for n in numbers]
         truth = {
             "inputs": [f"{n}\n" if as_program else [n, [number]] for n in numbers],
             "outputs": [f"sum {total}\n" if as_program else total for total in totals],
             **({} if as_program else {"fn_name": "total"}),
-            **({"timeout": TIME_OF_THE_SLOW} if slow else {}),
+            **({"timeout": ENDLESS_PROGRAM_TIMEOUT_S} if is_endless else {}),
         }
         code = (PROGRAM if as_program else FUNCTION).format(extra=line)
-        yield Graded(f"Here:\n```python\n# {number}\n{code}\n```\n", read_cases(truth), (CASES - sum(spoilt)) / CASES)
+        score = failed.count(False) / CASES_PER_SOLUTION
+        yield ExpectedGrade(f"Here:\n```python\n# {number}\n{code}\n```\n", read_cases(truth), score)
 
 
-def requests_of(part: list[Graded], settings: GraderSettings) -> list[bytes]:
-    """What the grader sends for these, in its order."""
+def requests_of(part: list[ExpectedGrade], settings: GraderSettings) -> list[bytes]:
+    """Return the requests that the grader sends for these solutions, in the same order."""
     solutions = [Solution(one.answer, one.cases, settings) for one in part]
     bodies = []
-    for case in range(CASES):
+    for case in range(CASES_PER_SOLUTION):
         for solution in solutions:
-            run = solution.begin(solution.cases[case])
+            run = solution.prepare(solution.cases[case])
             texts = {"code": run.code, "stdin": run.stdin, "language": "python"}
             bodies.append(orjson.dumps({**texts, "run_timeout": solution.timeout, "compile_timeout": 10}))
     return bodies
 
 
-async def bare(url: str, bodies: list[bytes]) -> float:
-    """Seconds for these requests, and no more than is needed to send them."""
-    left = iter(bodies)
+async def send_directly(url: str, bodies: list[bytes]) -> float:
+    """Send the requests with a plain HTTP client and return the time in seconds."""
+    remaining = iter(bodies)
     headers = {"Content-Type": "application/json"}
 
     async def work(session: aiohttp.ClientSession) -> None:
-        for body in left:
+        for body in remaining:
             async with session.post(f"{url}/run_code", data=body) as response:
                 assert response.status == 200
                 await response.read()
 
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
-        began = time.perf_counter()
-        await asyncio.gather(*(work(session) for _ in range(AT_ONCE)))
-        return time.perf_counter() - began
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=MAX_IN_FLIGHT)) as session:
+        started_at = time.perf_counter()
+        await asyncio.gather(*(work(session) for _ in range(MAX_IN_FLIGHT)))
+        return time.perf_counter() - started_at
 
 
 async def watch(url: str, seen: list[int]) -> None:
-    """How many are at the server, now and then."""
+    """Poll the number of requests at the server."""
     async with SandboxClient(url) as client:
         while True:
             ping = await client.ping()
@@ -128,40 +129,40 @@ async def watch(url: str, seen: list[int]) -> None:
             await asyncio.sleep(0.25)
 
 
-async def graded(grader: CodeGrader, part: list[Graded]) -> tuple[float, int]:
-    """Seconds for these, and how many scores are wrong."""
-    began = time.perf_counter()
+async def grade_timed(grader: CodeGrader, part: list[ExpectedGrade]) -> tuple[float, int]:
+    """Grade the answers. Return the time in seconds, and the number of wrong scores."""
+    started_at = time.perf_counter()
     grades = await grader.grade_all([(one.answer, one.cases) for one in part])
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started_at
     return seconds, sum(grade.score != one.score for grade, one in zip(grades, part, strict=True))
 
 
 async def measure(url: str, count: int) -> dict[str, float]:
-    """Everything that is printed."""
-    settings = GraderSettings(sandbox_fusion_url=(url,), rate_limit=AT_ONCE, continuous=True)
+    """Return all figures."""
+    settings = GraderSettings(sandbox_fusion_url=(url,), rate_limit=MAX_IN_FLIGHT, continuous=True)
     grader, everything = CodeGrader(settings), list(batch(count))
-    await graded(grader, everything[:2])  # connections, caches
-    ours = bares = 0.0
+    await grade_timed(grader, everything[:2])  # connections, caches
+    grading_s = direct_s = 0.0
     wrong, seen = 0, [0]
     for number in range(PARTS):
         part = everything[number::PARTS]
         bodies = requests_of(part, settings)
         if number % 2:
-            bares += await bare(url, bodies)
+            direct_s += await send_directly(url, bodies)
         watching = asyncio.create_task(watch(url, seen))
-        seconds, wrong_here = await graded(grader, part)
+        seconds, wrong_here = await grade_timed(grader, part)
         watching.cancel()
-        ours, wrong = ours + seconds, wrong + wrong_here
+        grading_s, wrong = grading_s + seconds, wrong + wrong_here
         if not number % 2:
-            bares += await bare(url, bodies)
+            direct_s += await send_directly(url, bodies)
     return {
         "solutions": count,
-        "cases": count * CASES,
+        "cases": count * CASES_PER_SOLUTION,
         "wrong_scores": wrong,
         "in_flight_most": max(seen),
-        "cases_per_s": round(count * CASES / ours, 1),
-        "cases_per_s_bare": round(count * CASES / bares, 1),
-        "vs_bare_sandbox": round(ours / bares, 3),
+        "cases_per_s": round(count * CASES_PER_SOLUTION / grading_s, 1),
+        "cases_per_s_bare": round(count * CASES_PER_SOLUTION / direct_s, 1),
+        "vs_bare_sandbox": round(grading_s / direct_s, 3),
     }
 
 
@@ -178,11 +179,11 @@ def serving() -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="256 solutions instead of 512")
+    parser.add_argument("--quick", action="store_true", help="64 solutions instead of 512")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     with serving() as url:
-        figures = uvloop.run(measure(url, 256 if options.quick else 512))
+        figures = uvloop.run(measure(url, 64 if options.quick else 512))
     print(json.dumps(figures) if options.json else "\n".join(f"{name:20} {value}" for name, value in figures.items()))
     if broken := [name for name, holds in BOUNDS.items() if not holds(figures[name])]:
         sys.exit(f"out of bounds: {', '.join(broken)}")

@@ -1,20 +1,22 @@
-"""What the rollout loop costs, beside the engine driven bare, and how it grows.
+"""Measure the cost of the rollout loop, compared with direct requests to the engine, and how it grows.
 
     python benchmarks/rollout.py [--quick] [--json]
 
-`vs_bare_engine`, with a real SGLang server on this machine's CPU: tokens a second through our loop over those of the
-same requests, with the same prompts and lengths in the same order at the same concurrency, sent by a plain HTTP client.
-Both in turns, each with an empty prefix cache.
+With a real SGLang server on the CPU of this machine:
 
-The others, against an engine that answers from a script and a tool that does nothing:
+- `vs_bare_engine`: tokens per second of the rollout loop, divided by those of a plain HTTP client that sends the same
+  requests in the same order at the same concurrency. Both start with an empty prefix cache and alternate.
+
+With a scripted engine and a tool that does nothing:
 
 - `overhead_us_per_turn`: CPU time of a turn with a tool call.
-- `loop_lag_p99_ms`: how late a timer of the same event loop is, while 10,000 trajectories of 4 turns are under way.
-- `kb_per_trajectory`: memory of each while they are.
-- `turn_cost_growth`: CPU time of a turn in trajectories of 128 turns over that in those of 8.
+- `loop_lag_p99_ms`: delay of a timer in the same event loop while 10,000 trajectories of 4 turns are in flight.
+- `kb_per_trajectory`: memory of each of these trajectories.
+- `turn_cost_growth`: CPU time of a turn in trajectories of 128 turns, divided by that in trajectories of 8 turns.
 
-A figure out of bounds is measured again, twice at the most: neighbours on the machine can spoil one. Ends with 1 if it
-stays so.
+The benchmark owns its process and limits full garbage collections (`infrequent_full_gc`), as `toolroll run` does. A
+figure out of bounds is measured up to three times, because other processes on the machine can disturb a measurement.
+The exit code is 1 if a figure stays out of bounds.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ import uvloop
 from real_engine import real_engine
 
 from toolroll import BaseTool, ToolResponse, ToolResult
-from toolroll.rollout.engines.engine import Finish, Generation
+from toolroll.rollout.chat.formats import load_rendering
+from toolroll.rollout.chat.parsed_turn import ParsedCall, ParsedTurn
+from toolroll.rollout.chat.rendering import Rendering
+from toolroll.rollout.engines.base import FinishType, Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
-from toolroll.rollout.formats import load_rendering
+from toolroll.rollout.gc_tuning import infrequent_full_gc
 from toolroll.rollout.limits import Limits
-from toolroll.rollout.rendering import Parsed, ParsedCall, Rendering
 from toolroll.rollout.rollout import Rollout
 
 BOUNDS: dict[str, Callable[[float], bool]] = {
@@ -51,13 +55,13 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "turn_cost_growth": lambda value: value <= 1.2,
     "unfinished": lambda value: value == 0,
 }
-TRIES = 3
+MAX_MEASUREMENTS = 3
 CALL = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
-SECONDS_PER_TURN = (5.0, 9.0)
-"""How long the scripted engine takes, between these: about what a busy engine takes for a turn."""
+TURN_SECONDS = (5.0, 9.0)
+"""Minimum and maximum duration of a turn of the scripted engine, similar to a busy engine."""
 
 
-class Nothing(BaseTool[None]):
+class NoOpTool(BaseTool[None]):
     """A tool that does nothing."""
 
     default_schema = {  # noqa: RUF012
@@ -70,53 +74,53 @@ class Nothing(BaseTool[None]):
         return ToolResult(ToolResponse(text="done"), None, {})
 
 
-class Paced(ScriptedEngine):
-    """Takes its time, a little different for each call."""
+class PacedEngine(ScriptedEngine):
+    """A scripted engine in which each request takes a random time."""
 
     def __init__(self, script: Any, seconds: tuple[float, float]) -> None:
         super().__init__(script)
-        self._between = seconds
+        self._duration_range = seconds
 
     async def _wait(self, request_id: str, seconds: float, deadline: float | None) -> bool:
-        if self._between[1]:
-            await asyncio.sleep(random.uniform(*self._between))
+        if self._duration_range[1]:
+            await asyncio.sleep(random.uniform(*self._duration_range))
         else:
             await asyncio.sleep(0)
         return False
 
 
 def conversation(rendering: Rendering, tokenizer: Any, turns: int) -> Callable[[str, Any, int], list[int]]:
-    """A script of so many turns: a call in each, and an answer in the last."""
+    """Return a script of `turns` turns: a tool call in each, and an answer in the last."""
     stop = rendering.stop_ids[0]
-    calls = [*tokenizer.encode("I will look it up. " + CALL, add_special_tokens=False), stop]
+    call = [*tokenizer.encode("I will look it up. " + CALL, add_special_tokens=False), stop]
     answer = [*tokenizer.encode("That is all.", add_special_tokens=False), stop]
-    return lambda _, __, turn: answer if turn + 1 == turns else calls
+    return lambda _, __, turn: answer if turn + 1 == turns else call
 
 
-def rollout(rendering: Rendering, engine: Any, at_once: int) -> Rollout:
-    """Everything but the tool's work and the engine's."""
+def make_rollout(rendering: Rendering, engine: Any, max_in_flight: int) -> Rollout:
+    """Return a rollout with a tool that does nothing."""
     limits = Limits(max_response_len=100_000, max_assistant_turns=1000)
-    return Rollout(engine=engine, tools=[Nothing()], rendering=rendering, limits=limits, max_in_flight=at_once)
+    return Rollout(engine=engine, tools=[NoOpTool()], rendering=rendering, limits=limits, max_in_flight=max_in_flight)
 
 
-async def run(one: Rollout, count: int) -> int:
-    """How many didn't come to their end."""
+async def count_unfinished(rollout: Rollout, count: int) -> int:
+    """Run trajectories and return the number that did not finish normally."""
     prompts = ({"prompt": f"Look up number {number}."} for number in range(count))
-    return sum([trajectory.finish_reason != "stop" async for trajectory in one.run(prompts)])
+    return sum([trajectory.finish_reason != "stop" async for trajectory in rollout.run(prompts)])
 
 
 async def cpu_per_turn(rendering: Rendering, tokenizer: Any, turns: int, count: int) -> float:
-    """Microseconds of CPU for a turn, without waiting for anything."""
+    """Return the CPU time of a turn in microseconds."""
     script = conversation(rendering, tokenizer, turns)
-    one = rollout(rendering, Paced(script, (0.0, 0.0)), 16)
-    await run(one, 16)
-    began = time.process_time()
-    await run(one, count)
-    return (time.process_time() - began) / (count * turns) * 1e6
+    rollout = make_rollout(rendering, PacedEngine(script, (0.0, 0.0)), 16)
+    await count_unfinished(rollout, 16)
+    started = time.process_time()
+    await count_unfinished(rollout, count)
+    return (time.process_time() - started) / (count * turns) * 1e6
 
 
-async def crowd(rendering: Rendering, tokenizer: Any, count: int) -> dict[str, float]:
-    """So many at once, of 4 turns each."""
+async def measure_concurrency(rendering: Rendering, tokenizer: Any, count: int) -> dict[str, float]:
+    """Measure `count` concurrent trajectories of 4 turns each."""
     lags: list[float] = []
 
     async def heartbeat() -> None:
@@ -125,12 +129,12 @@ async def crowd(rendering: Rendering, tokenizer: Any, count: int) -> dict[str, f
             await asyncio.sleep(0.01)
             lags.append(time.perf_counter() - due)
 
-    one = rollout(rendering, Paced(conversation(rendering, tokenizer, 4), SECONDS_PER_TURN), count)
+    rollout = make_rollout(rendering, PacedEngine(conversation(rendering, tokenizer, 4), TURN_SECONDS), count)
     gc.collect()
-    before = _megabytes()
-    beating = asyncio.create_task(heartbeat())
-    unfinished = await run(one, count)
-    beating.cancel()
+    before = _resident_mb()
+    heartbeats = asyncio.create_task(heartbeat())
+    unfinished = await count_unfinished(rollout, count)
+    heartbeats.cancel()
     lags.sort()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
@@ -142,16 +146,16 @@ async def crowd(rendering: Rendering, tokenizer: Any, count: int) -> dict[str, f
     }
 
 
-def _megabytes() -> float:
+def _resident_mb() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
-# A real engine
+# Real engine
 
 
-class Talking:
-    """A rendering by which every turn but the last calls the tool, whatever the model wrote."""
+class CallingRendering:
+    """A rendering that parses every turn except the last as a tool call."""
 
     def __init__(self, rendering: Rendering, turns: int) -> None:
         self._rendering = rendering
@@ -160,75 +164,75 @@ class Talking:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rendering, name)
 
-    def parse(self, ids: Any, *, tools: Any, prompt_ids: Any) -> Parsed:
-        """One more call, until it is enough."""
-        answers = self._rendering.decode(list(prompt_ids)).count("</tool_response>")
+    def parse(self, ids: Any, *, tools: Any, prompt_ids: Any) -> ParsedTurn:
+        """Return a turn with a tool call, or without one in the last turn."""
+        responses = self._rendering.decode(list(prompt_ids)).count("</tool_response>")
         call = ParsedCall(name="nothing", arguments={}, raw="{}")
-        return Parsed(self._rendering.decode(ids), None, () if answers + 1 >= self._turns else (call,))
+        return ParsedTurn(self._rendering.decode(ids), None, () if responses + 1 >= self._turns else (call,))
 
 
-class Recorded(SGLangEngine):
-    """The real engine, which writes as long as it is told to. What it was asked is kept, by trajectory."""
+class RecordingEngine(SGLangEngine):
+    """The real engine, which samples a fixed number of tokens. Records its requests by trajectory."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.asked: dict[str, list[tuple[list[int], dict[str, Any]]]] = {}
+        self.requests: dict[str, list[tuple[list[int], dict[str, Any]]]] = {}
         self.tokens = 0
 
-    async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any, **more: Any) -> Generation:
-        """Sample, and take the end for the model's own."""
-        self.asked.setdefault(str(more.get("affinity")), []).append((list(prompt_ids), dict(sampling_params)))
-        generation = await super().generate(request_id, prompt_ids, sampling_params, **more)
+    async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any, **kwargs: Any) -> Generation:
+        """Sample, and report the end as a stop of the model."""
+        self.requests.setdefault(str(kwargs.get("affinity")), []).append((list(prompt_ids), dict(sampling_params)))
+        generation = await super().generate(request_id, prompt_ids, sampling_params, **kwargs)
         self.tokens += len(generation.ids)
-        return replace(generation, finish=Finish.STOP)
+        return replace(generation, finish=FinishType.STOP)
 
 
-async def bare(url: str, asked: dict[str, list[tuple[list[int], dict[str, Any]]]]) -> int:
-    """The same requests, by a plain client. How many tokens came."""
+async def send_directly(url: str, requests: dict[str, list[tuple[list[int], dict[str, Any]]]]) -> int:
+    """Send requests with a plain client and return the number of sampled tokens."""
     tokens = 0
 
-    async def trajectory(session: aiohttp.ClientSession, requests: list[tuple[list[int], dict[str, Any]]]) -> None:
+    async def trajectory(session: aiohttp.ClientSession, turns: list[tuple[list[int], dict[str, Any]]]) -> None:
         nonlocal tokens
-        for ids, params in requests:
+        for ids, params in turns:
             body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}
-            async with session.post(f"{url}/generate", json=body) as answer:
-                tokens += len((await answer.json())["output_ids"])
+            async with session.post(f"{url}/generate", json=body) as response:
+                tokens += len((await response.json())["output_ids"])
 
     async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(trajectory(session, requests) for requests in asked.values()))
+        await asyncio.gather(*(trajectory(session, turns) for turns in requests.values()))
     return tokens
 
 
-async def against_the_engine(url: str, model: str, at_once: int, rounds: int) -> dict[str, float]:
-    """Ours and bare, in turns."""
+async def compare_with_engine(url: str, model: str, concurrency: int, rounds: int) -> dict[str, float]:
+    """Measure the rollout loop and the plain client alternately."""
     turns, length = 3, 24
-    rendering = Talking(load_rendering(model, "chatml"), turns)
+    rendering = CallingRendering(load_rendering(model, "chatml"), turns)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     counts = {"ours": 0, "bare": 0}
     for number in range(rounds):
-        engine = Recorded(url)
+        engine = RecordingEngine(url)
         params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": length}
         limits = Limits(max_response_len=4000, max_assistant_turns=turns)
-        one = Rollout(
+        rollout = Rollout(
             engine=engine,
-            tools=[Nothing()],
+            tools=[NoOpTool()],
             rendering=rendering,  # type: ignore[arg-type]
             limits=limits,
             sampling_params=params,
-            max_in_flight=at_once,
+            max_in_flight=concurrency,
         )
         async with aiohttp.ClientSession() as session:
             await (await session.post(f"{url}/flush_cache")).read()
-            prompts = [{"prompt": f"Tell me about the number {number * at_once + i}."} for i in range(at_once)]
-            began = time.perf_counter()
-            async for _ in one.run(prompts):
+            prompts = [{"prompt": f"Tell me about the number {number * concurrency + i}."} for i in range(concurrency)]
+            started = time.perf_counter()
+            async for _ in rollout.run(prompts):
                 pass
-            times["ours"].append(time.perf_counter() - began)
+            times["ours"].append(time.perf_counter() - started)
             counts["ours"] += engine.tokens
             await (await session.post(f"{url}/flush_cache")).read()
-            began = time.perf_counter()
-            counts["bare"] += await bare(url, engine.asked)
-            times["bare"].append(time.perf_counter() - began)
+            started = time.perf_counter()
+            counts["bare"] += await send_directly(url, engine.requests)
+            times["bare"].append(time.perf_counter() - started)
         await engine.close()
     rates = {name: counts[name] / sum(times[name]) for name in times}
     return {
@@ -239,22 +243,22 @@ async def against_the_engine(url: str, model: str, at_once: int, rounds: int) ->
 
 
 async def measure(quick: bool, url: str, model: str) -> dict[str, float]:
-    """All figures."""
+    """Measure all figures."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     rendering = load_rendering(tokenizer, "chatml")
-    figures = await within_bounds(lambda: against_the_engine(url, model, 16, 2 if quick else 6))
+    figures = await within_bounds(lambda: compare_with_engine(url, model, 16, 2 if quick else 6))
     short = [await cpu_per_turn(rendering, tokenizer, 8, 160) for _ in range(3)]
     long = [await cpu_per_turn(rendering, tokenizer, 128, 10) for _ in range(3)]
     figures["overhead_us_per_turn"] = round(min(short), 1)
     figures["turn_cost_growth"] = round(min(long) / min(short), 3)
-    return figures | await within_bounds(lambda: crowd(rendering, tokenizer, 10_000))
+    return figures | await within_bounds(lambda: measure_concurrency(rendering, tokenizer, 10_000))
 
 
 async def within_bounds(measure: Callable[[], Awaitable[dict[str, float]]]) -> dict[str, float]:
-    """Measure until it is within bounds, or was often enough not."""
-    for _ in range(TRIES):
+    """Repeat a measurement until it is within bounds, at most `MAX_MEASUREMENTS` times."""
+    for _ in range(MAX_MEASUREMENTS):
         figures = await measure()
         if all(BOUNDS[name](value) for name, value in figures.items() if name in BOUNDS):
             break
@@ -265,9 +269,9 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds against the engine")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
-    with real_engine() as engine:
+    with real_engine() as engine, infrequent_full_gc():
         figures = uvloop.run(measure(options.quick, engine.url, str(engine.model_dir)))
     broken = [name for name, holds in BOUNDS.items() if not holds(figures[name])]
     if options.json:

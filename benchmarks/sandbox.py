@@ -1,15 +1,17 @@
-"""What the sandbox server costs, beside the bare isolated fork and beside a cold interpreter, measured in one run.
+"""Measure the cost of the sandbox server, compared with a bare isolated fork and with a cold interpreter.
 
     python benchmarks/sandbox.py [--quick] [--json]
 
-`cpu_ms_per_exec` is the CPU time of the whole server (front, interpreters, programs) per request of `print(1 + 1)`,
-from the kernel's accounting. `vs_bare_isolated_fork` is its ratio to `bare_fork.py`: the same isolation with no server
-around it. `vs_python_cold` is the server's executions per second over those of `bash -c "python main.py"`, bare, at the
-same concurrency. `preloaded_import_speedup` is how much sooner a program is done that imports numpy, sympy and pandas.
-`session_cell_ms` is a request's time beyond the cell's own work. `lost` counts the requests of the overload at the end,
-four times the capacity and its queue together, that got neither their own result nor a 429.
+- `cpu_ms_per_exec`: CPU time of the whole server (HTTP, zygotes, programs) per request of `print(1 + 1)`.
+- `vs_bare_isolated_fork`: its ratio to `bare_fork.py`, which uses the same isolation without a server.
+- `vs_python_cold`: executions per second of the server, divided by those of `bash -c "python main.py"` without
+  isolation, at the same concurrency.
+- `preloaded_import_speedup`: speedup of a program that imports numpy, sympy and pandas.
+- `session_cell_ms`: time of a request in addition to the run time of its cell.
+- `lost`: requests that got neither their own result nor a 429, when four times as many requests arrive at once as fit
+  into the server and its queue.
 
-Ends with 1 if a bound is broken.
+Exits with status 1 if a bound is violated.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "vs_bare_isolated_fork": lambda value: value <= 1.6,
     "preloaded_import_speedup": lambda value: value >= 30,
     "lost": lambda value: value == 0,
-    # Times on a clock, which a shared machine stretches: these only say that something has gone wrong.
+    # Wall-clock times vary on a shared machine, so that these bounds only detect gross regressions.
     "vs_python_cold": lambda value: value >= 1.5,
     "p50_ms_c1": lambda value: value <= 20,
     "session_cell_ms": lambda value: value <= 5,
@@ -63,48 +65,48 @@ def serving(*options: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def cpu_seconds(server: psutil.Process) -> float:
-    """What the server's processes, and those that they have waited for, have used."""
+    """Return the CPU time of the server's processes, including exited children."""
     total = 0.0
     for process in (server, *server.children(recursive=True)):
         total += sum(process.cpu_times()[:4])
     return total
 
 
-async def timed(one: Callable[[], Awaitable[Any]], count: int, concurrency: int) -> tuple[float, list[float]]:
-    """Seconds for all, and for each in order."""
+async def timed(call: Callable[[], Awaitable[Any]], count: int, concurrency: int) -> tuple[float, list[float]]:
+    """Return the total time and the sorted times of the calls, in seconds."""
     each: list[float] = []
-    left = iter(range(count))
+    remaining = iter(range(count))
 
     async def work() -> None:
-        for _ in left:
-            began = time.perf_counter()
-            await one()
-            each.append(time.perf_counter() - began)
+        for _ in remaining:
+            started = time.perf_counter()
+            await call()
+            each.append(time.perf_counter() - started)
 
-    began = time.perf_counter()
+    started = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(concurrency)))
-    return time.perf_counter() - began, sorted(each)
+    return time.perf_counter() - started, sorted(each)
 
 
-async def cold(directory: str, concurrency: int, count: int) -> float:
-    """Executions per second of a cold interpreter."""
+async def cold_throughput(directory: str, concurrency: int, count: int) -> float:
+    """Return the executions per second of a cold interpreter."""
 
-    async def one() -> None:
+    async def execute() -> None:
         process = await asyncio.create_subprocess_exec(
             "/bin/bash", "-c", f"{sys.executable} {directory}/main.py", stdout=asyncio.subprocess.PIPE
         )
         out, _ = await process.communicate()
         assert out == b"2\n"
 
-    seconds, _ = await timed(one, count, concurrency)
+    seconds, _ = await timed(execute, count, concurrency)
     return count / seconds
 
 
 def cold_seconds(directory: str, code: str) -> float:
     Path(directory, "main.py").write_text(code)
-    began = time.perf_counter()
+    started = time.perf_counter()
     subprocess.run([sys.executable, f"{directory}/main.py"], check=True, capture_output=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 async def execution_figures(url: str, server: psutil.Process, count: int) -> dict[str, float]:
@@ -112,28 +114,28 @@ async def execution_figures(url: str, server: psutil.Process, count: int) -> dic
     figures: dict[str, float] = {}
     async with SandboxClient(url) as client:
 
-        async def one() -> None:
+        async def execute() -> None:
             assert (await client.run(CODE)).stdout == "2\n"
 
-        while (await client.run(IMPORTS)).execution_time > 0.2:  # not all is preloaded yet
+        while (await client.run(IMPORTS)).execution_time > 0.2:  # until the scientific zygotes are ready
             pass
         await client.run("1", session_id="warm")
-        await timed(one, 50, 4)  # connections, caches
+        await timed(execute, 50, 4)  # connections, caches
         before = cpu_seconds(server)
-        seconds, _ = await timed(one, count, 8)
+        seconds, _ = await timed(execute, count, 8)
         figures["cpu_ms_per_exec"] = (cpu_seconds(server) - before) / count * 1000
         figures["executions_per_second_c8"] = count / seconds
-        seconds, each = await timed(one, count // 2, 64)
+        seconds, each = await timed(execute, count // 2, 64)
         figures["executions_per_second_c64"] = count // 2 / seconds
         figures["p99_ms_c64"] = each[int(len(each) * 0.99)] * 1000
-        seconds, each = await timed(one, count // 4, 1)
+        seconds, each = await timed(execute, count // 4, 1)
         figures["p50_ms_c1"], figures["p99_ms_c1"] = (each[int(len(each) * part)] * 1000 for part in (0.5, 0.99))
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "main.py").write_text(CODE)
             colds, ours = [], []
             for _ in range(3):
-                colds.append(await cold(directory, 2 * cpus, max(20, count // 20)))
-                seconds, _ = await timed(one, count // 4, 2 * cpus)
+                colds.append(await cold_throughput(directory, 2 * cpus, max(20, count // 20)))
+                seconds, _ = await timed(execute, count // 4, 2 * cpus)
                 ours.append(count // 4 / seconds)
             figures["executions_per_second_cold"] = statistics.median(colds)
             figures["vs_python_cold"] = statistics.median(ours) / statistics.median(colds)
@@ -146,37 +148,37 @@ async def execution_figures(url: str, server: psutil.Process, count: int) -> dic
 
 async def session_figures(url: str, count: int) -> dict[str, float]:
     async with SandboxClient(url) as client:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         await client.run("x = 1", session_id="bench")
-        begun = time.perf_counter() - begun
-        beyond = []
+        start_time = time.perf_counter() - started
+        overheads = []
         for _ in range(count):
-            began = time.perf_counter()
+            started = time.perf_counter()
             done = await client.run("x = x + 1", session_id="bench")
-            beyond.append(time.perf_counter() - began - done.execution_time)
+            overheads.append(time.perf_counter() - started - done.execution_time)
         assert (await client.run("x", session_id="bench")).stdout == f"{count + 1}\n"
-    return {"session_begin_ms": begun * 1000, "session_cell_ms": statistics.median(beyond) * 1000}
+    return {"session_begin_ms": start_time * 1000, "session_cell_ms": statistics.median(overheads) * 1000}
 
 
-async def lost(url: str, requests: int) -> dict[str, float]:
-    """Everything at once: each must get its own result, or be refused."""
-    bad = refused = 0
+async def overload_figures(url: str, requests: int) -> dict[str, float]:
+    """Send all requests at once. Each must get its own result or be rejected."""
+    lost = rejected = 0
 
-    async def one(session: aiohttp.ClientSession, number: int) -> None:
-        nonlocal bad, refused
+    async def send(session: aiohttp.ClientSession, number: int) -> None:
+        nonlocal lost, rejected
         body = {"code": f"print({number})", "language": "python", "run_timeout": 60}
         try:
             async with session.post(f"{url}/run_code", json=body) as response:
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            bad += 1
+            lost += 1
             return
-        refused += response.status == 429
-        bad += response.status != 429 and answer.get("run_result", {}).get("stdout") != f"{number}\n"
+        rejected += response.status == 429
+        lost += response.status != 429 and answer.get("run_result", {}).get("stdout") != f"{number}\n"
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(one(session, number) for number in range(requests)))
-    return {"overload_requests": requests, "overload_refused": refused, "lost": bad}
+        await asyncio.gather(*(send(session, number) for number in range(requests)))
+    return {"overload_requests": requests, "overload_refused": rejected, "lost": lost}
 
 
 def bare_fork(count: int) -> float:
@@ -187,11 +189,11 @@ def bare_fork(count: int) -> float:
 
 
 def measure(count: int) -> dict[str, float]:
-    """Everything that is printed."""
+    """Return all figures."""
     figures: dict[str, float] = {}
     with serving() as (url, server):
         ratios, ours = [], []
-        for _ in range(3):  # alternately, so that both meet the same noise
+        for _ in range(3):  # alternately, so that both are subject to the same noise
             bare = bare_fork(count // 2)
             figures |= uvloop.run(execution_figures(url, server, count))
             ratios.append(figures["cpu_ms_per_exec"] / bare)
@@ -201,19 +203,19 @@ def measure(count: int) -> dict[str, float]:
         figures |= uvloop.run(session_figures(url, count // 2))
     capacity, queue = 4, 121
     with serving("--capacity", str(capacity), "--queue", str(queue)) as (url, _):
-        figures |= uvloop.run(lost(url, 4 * (capacity + queue)))
+        figures |= uvloop.run(overload_figures(url, 4 * (capacity + queue)))
     return {name: round(value, 2) for name, value in figures.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the executions")
+    parser.add_argument("--quick", action="store_true", help="run a quarter of the executions")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     figures = measure(400 if options.quick else 1600)
     print(json.dumps(figures) if options.json else "\n".join(f"{name:28} {value}" for name, value in figures.items()))
-    if broken := [name for name, holds in BOUNDS.items() if not holds(figures[name])]:
-        sys.exit(f"out of bounds: {', '.join(broken)}")
+    if violated := [name for name, holds in BOUNDS.items() if not holds(figures[name])]:
+        sys.exit(f"out of bounds: {', '.join(violated)}")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,32 @@
-"""What every test shares: which toolroll is under test, and how hard hypothesis looks."""
+"""Fixtures and settings for all tests: hypothesis, lanes, the toolroll under test, real servers."""
 
-import functools
+import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from virtual_time import VirtualTimeLoop
 
 import toolroll
 
 if TYPE_CHECKING:
+    from ray_nodes import NetnsNodes
     from real_engine import RealEngine
 
 ROOT = Path(__file__).parent.parent
-SAID = "said"
+FIGURE_PROPERTY = "figure"
+LANES = ("unit", "process", "viewer", "sandbox", "ray", "sglang", "trl", "verl", "e2e", "timing")
+PROCESS_STARTS = {"subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn"}
+_unit_test: str | None = None
+"""The running test, if it is in the lane `unit`."""
 
-# The machines are shared and noisy: a slow example is no failure.
-settings.register_profile("default", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+# Test machines are shared and noisy, so slow examples do not fail.
+settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nightly", settings.get_profile("default"), max_examples=3000)
 settings.load_profile("default")
 
 
@@ -26,74 +34,88 @@ def pytest_report_header() -> str:
     return f"toolroll {toolroll.__version__} from {Path(toolroll.__file__).parent}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lane", choices=LANES, help="run only the tests of a lane (see `markers` in pyproject.toml)")
+    parser.addoption("--soak-seconds", type=float, default=10, help="duration of the soak test of the sandbox server")
+    parser.addoption("--simulation-seeds", type=int, default=2000, help="seeds of all simulations (tests/simulation)")
+
+
+def lane_of(item: pytest.Item) -> str:
+    """Return the lane of a test: the closest marker that is a lane, or `unit`."""
+    return next((marker.name for marker in item.iter_markers() if marker.name in LANES), "unit")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep only the tests of the lane."""
+    if lane := config.getoption("lane"):
+        config.hook.pytest_deselected(items=[item for item in items if lane_of(item) != lane])
+        items[:] = [item for item in items if lane_of(item) == lane]
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests go to one process, where several run them: those of a file; all that share what is dear to make."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByWhatTheyShare(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return _dear(ROOT / file) or file
-
-    return ByWhatTheyShare(config, log)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run unit tests that are marked with `virtual_time` in an event loop with a virtual clock."""
+    if item.get_closest_marker("virtual_time") and lane_of(item) == "unit":
+        return {"virtual time": VirtualTimeLoop}
+    return {"real time": asyncio.new_event_loop}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes all processors for minutes comes first; what measures time on a cluster, when that should be over."""
-    order = ["integrations", "special_e2e", "sglang", "sandbox", "cluster"]
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Forbid tests of the lane `unit`, with their fixtures, to start processes."""
+    global _unit_test
+    _unit_test = item.nodeid if lane_of(item) == "unit" else None
+    try:
+        return (yield)
+    finally:
+        _unit_test = None
 
-    def place(item: pytest.Item) -> int:
-        names = item.path.relative_to(ROOT / "tests").parts[0], _dear(item.path)
-        return min((order.index(name) for name in names if name in order), default=len(order))
 
-    items.sort(key=place)
+def _forbid_processes(event: str, arguments: tuple[object, ...]) -> None:
+    if _unit_test and event in PROCESS_STARTS:
+        raise RuntimeError(f"{_unit_test} starts a process ({event}). Mark it with its lane, for example `sandbox`.")
 
 
-@functools.cache
-def _dear(file: Path) -> str | None:
-    """What the tests of a file share with those of others."""
-    text = file.read_text()
-    return next((name for name in ("sglang", "cluster") if f"{name}: " in text or f'"{name}"' in text), None)
+sys.addaudithook(_forbid_processes)
 
 
 @pytest.fixture
-def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Have a figure stand in the report, whichever process it was measured in."""
-    return lambda text: record_property(SAID, text)
+def report_figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Add a figure to the report, from any test process."""
+    return lambda text: record_property(FIGURE_PROPERTY, text)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    said = [
+    figures = [
         (report.nodeid, text)
         for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
         for name, text in report.user_properties
-        if name == SAID and report.when == "call"
+        if name == FIGURE_PROPERTY and report.when == "call"
     ]
-    if said:
+    if figures:
         terminalreporter.section("figures")
-        for test, text in said:
+        for test, text in figures:
             terminalreporter.line(f"{test.rpartition('::')[2]}: {text}")
 
 
 @pytest.fixture
 def root() -> Path:
-    """The checkout: examples, docs and benchmarks are used from there."""
+    """Return the checkout, which has the examples, docs and benchmarks."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """A real Ray, with this process as a driver. Its address."""
+    """Start Ray with this process as a driver, and yield its address."""
     import ray
 
-    # Ray's workers and the other drivers must find what tests share, and the peers that they compare with.
+    from toolroll._internal.ray_cluster import start_local
+
+    # Ray workers and other drivers import shared test modules and benchmark peers.
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT / "benchmarks")]), prepend=os.pathsep)
-    patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what else runs here is no reason to end workers
-    context = ray.init(
-        "local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000
-    )
+    patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other processes on the machine must not get workers killed
+    context = start_local(num_cpus=4, object_store_memory=80_000_000)
     patch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
     yield os.environ["RAY_ADDRESS"]
     ray.shutdown()
@@ -101,8 +123,19 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def nodes() -> Iterator["NetnsNodes"]:
+    """Start a Ray cluster of three nodes, each in a network namespace."""
+    from ray_nodes import NetnsNodes, can_make_namespaces
+
+    if reason := can_make_namespaces():
+        pytest.skip(f"NOT TESTED: killing nodes needs network namespaces, which are not available: {reason}")
+    with NetnsNodes(workers=2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="session")
 def sglang() -> Iterator["RealEngine"]:
-    """A real SGLang with a real model: one for all tests. Where it can't be made, they fail."""
+    """Start one SGLang server with a real model for all tests. If it cannot be built, they fail."""
     from real_engine import real_engine
 
     with real_engine() as engine:
@@ -111,7 +144,7 @@ def sglang() -> Iterator["RealEngine"]:
 
 @pytest.fixture(scope="session")
 def sandbox_url() -> Iterator[str]:
-    """A real sandbox server, in a process of its own."""
+    """Start a sandbox server in a separate process."""
     from sandbox.serving import serving
 
     with serving() as running:

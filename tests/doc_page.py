@@ -1,4 +1,4 @@
-"""A page of documentation as a script: titled blocks are files, console blocks are commands with their output."""
+"""Reads a documentation page: titled blocks are files, console blocks contain commands and their output."""
 
 import os
 import re
@@ -12,38 +12,38 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 
 @dataclass(frozen=True)
 class Command:
-    """A line after `$ `, and what the page says that it prints."""
+    """A command after `$ `, and the output that the page shows."""
 
     line: str
     output: str
 
 
 def files(page: str) -> dict[str, str]:
-    """The blocks with a title, by it."""
+    """Return the blocks that have a title, by title."""
     return {title: body for _, title, body in BLOCK.findall(page) if title}
 
 
 def commands(page: str) -> list[Command]:
-    """Every command in a console block, in order."""
+    """Return the commands of all console blocks, in order."""
     found = []
-    for kind, _, body in BLOCK.findall(page):
-        if kind == "console":
+    for language, _, body in BLOCK.findall(page):
+        if language == "console":
             for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
                 line, _, output = part.partition("\n")
                 found.append(Command(line, output))
     return found
 
 
-def run(command: Command, folder: Path) -> str:
-    """What the command prints, with this environment's programs first on the PATH."""
+def run(command: Command, directory: Path) -> str:
+    """Run a command with the programs of this environment first on the PATH, and return its stdout."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "COLUMNS": "80"}
-    done = subprocess.run(
-        ["bash", "-c", command.line], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    completed = subprocess.run(
+        ["bash", "-c", command.line], cwd=directory, env=environment, capture_output=True, text=True, timeout=120
     )
-    return done.stdout
+    return completed.stdout
 
 
 def trimmed(text: str) -> list[str]:
-    """Lines without what can't be seen at their end."""
+    """Return the lines without trailing white space."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,12 +1,12 @@
-"""A real Ray cluster of several nodes on one Linux machine, for tests that kill nodes and cut networks.
+"""Ray cluster of several nodes on one Linux machine, for tests that kill nodes and partition networks.
 
-Why not `ray.cluster_utils.Cluster`: its nodes live in the test process, take the machine's outward address, leave the
-workers of a removed node to notice for themselves, and their network cannot be cut.
+`ray.cluster_utils.Cluster` does not suffice: its nodes run in the test process, use the machine's external address, do
+not kill the workers of a removed node, and cannot be partitioned.
 
-Needs root: each host has its own network, process and mount namespace; the hosts are joined by a bridge in a namespace
-too. Nothing has a name outside: the kernel ends a namespace with its first process, and that one dies with the test
-process. So a crashed run leaves no process and no interface, and runs side by side cannot clash. Start it from a thread
-that lives as long as the cluster: the parent-death signal goes by thread, not process.
+Requires root. Each host has its own network, process and mount namespace; a bridge in another namespace connects them.
+Nothing is visible outside: the kernel removes a namespace with its first process, which dies with the test process. So
+a crashed run leaves no process and no interface, and concurrent runs do not conflict. Start the cluster from a thread
+that lives as long as the cluster, because the parent-death signal refers to the thread and not to the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 FAST_FAILURE: Mapping[str, str] = {
@@ -34,52 +33,54 @@ FAST_FAILURE: Mapping[str, str] = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""With these the GCS gives up on a silent node after some seconds, instead of Ray's half a minute."""
+"""Ray settings with which the GCS declares a silent node dead after a few seconds, instead of 30."""
 
 _SWITCH = -1
+_START_ATTEMPTS = 3
+"""Ray gives a node 30 s to start, which can be too short on a busy machine."""
 _DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _NEW_HOST = ("unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child")
-# Ignoring CHLD makes the kernel reap what is left to this process: a raylet that stays a zombie looks alive to its
-# workers, and they would outlive it. Python, since a shell does not let CHLD be ignored.
+# Ignoring SIGCHLD makes the kernel reap orphans of this process: to its workers, a raylet that is a zombie looks alive.
+# In Python, because a shell cannot ignore SIGCHLD.
 _REAPER = "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN); print('up', flush=True)\nwhile True: s.pause()"
 _FIRST_PROCESS = (sys.executable, "-I", "-S", "-c", _REAPER)
 
 
 @dataclass
 class Host:
-    """One machine of the cluster, as far as Ray can tell; host 0 is the head."""
+    """One machine of the cluster; host 0 is the head."""
 
     index: int
     ip: str
 
     @property
     def resource(self) -> str:
-        """The custom resource that only this host has (100 of it), to pin actors: `resources={"node1": 1}`."""
+        """Custom resource of this host alone (quantity 100), to place actors: `resources={"node1": 1}`."""
         return f"node{self.index}"
 
 
 class NetnsNodes:
-    """A head and some workers, each at 10.77.0.x with a cable to a common switch that a test can pull."""
+    """A head and several workers at 10.77.0.x, each connected to a switch by a link that a test can cut."""
 
     def __init__(self, workers: int = 2, *, num_cpus: int = 2, env: Mapping[str, str] = FAST_FAILURE) -> None:
         self.num_cpus = num_cpus
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") and "proxy" not in k.lower()}
-        ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.env: dict[str, str] = {**inherited, **ours, **env}
+        defaults = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.env: dict[str, str] = {**inherited, **defaults, **env}
         self._port = 6379
         self.hosts = [Host(index, f"10.77.0.{index + 1}") for index in range(workers + 1)]
         self._first: dict[int, subprocess.Popen[str]] = {}
-        # Short, because Ray's unix sockets live below it, and the path of one has 107 bytes at most.
+        # Short, because it contains Ray's Unix sockets, whose paths are limited to 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="rn-", dir="/tmp"))
 
     @property
     def head(self) -> Host:
-        """The host of the GCS; Ray loses the whole cluster with it."""
+        """Host of the GCS, without which there is no cluster."""
         return self.hosts[0]
 
     @property
     def address(self) -> str:
-        """The address of the GCS, as `ray.init(address=...)` wants it."""
+        """Address of the GCS, for `ray.init(address=...)`."""
         return f"{self.head.ip}:{self._port}"
 
     def __enter__(self) -> Self:
@@ -91,78 +92,86 @@ class NetnsNodes:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def start_node(self, host: Host) -> None:
-        """Start a host's Ray node, also anew (after `kill_node`, or after it ended itself); wait till it is up."""
+        """Start or restart the Ray node of a host, and wait until it is up."""
+        for _ in range(_START_ATTEMPTS):
+            if self._starts(host):
+                return
+            self.kill_node(host)
+        raise RuntimeError(f"ray start failed on host {host.index}:\n{_read(self._start_log(host))}")
+
+    def _start_log(self, host: Host) -> Path:
+        return self.directory / f"start{host.index}.log"
+
+    def _starts(self, host: Host) -> bool:
+        """Return True if the Ray node of a host could be started."""
         if _SWITCH not in self._first:
             self._first[_SWITCH] = _first_process(["unshare", "--net"])
             self._ip_command(_SWITCH, "link add name bridge up type bridge")
         self._boot(host)
-        joining = [f"--address={self.address}"]
-        leading = ["--head", f"--port={self._port}"]
+        worker_options = [f"--address={self.address}"]
+        head_options = ["--head", f"--port={self._port}"]
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.ip}"),
-            *([*leading, "--include-dashboard=false", "--no-monitor"] if host is self.head else joining),
+            *([*head_options, "--include-dashboard=false", "--no-monitor"] if host is self.head else worker_options),
             *(f"--temp-dir={self.directory}/{host.index}", "--object-store-memory=80000000"),
             *(f"--num-cpus={self.num_cpus}", "--num-gpus=0", f"--resources={json.dumps({host.resource: 100})}"),
             *("--min-worker-port=0", "--max-worker-port=0"),
             "--include-log-monitor=false",
         ]
-        # Into a file, not a pipe: the daemons inherit it, and reading a pipe to its end would wait for theirs.
-        log = self.directory / f"start{host.index}.log"
-        with log.open("w") as output:
+        # A file, not a pipe: the daemons inherit it, so that a pipe would not reach its end.
+        with self._start_log(host).open("w") as output:
             starter = self._spawn(host, command, self.env, output.fileno())
             try:
-                failed = starter.wait(timeout=90) != 0
+                return starter.wait(timeout=90) == 0
             except subprocess.TimeoutExpired:
                 starter.kill()
-                failed = True
-        if failed:
-            raise RuntimeError(f"ray start failed on host {host.index}:\n{_read(log)}")
+                return False
 
     def popen(self, host: Host, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start `python *args` on a host, all output in `.stdout`; `.kill()` is a kill -9 of that very process."""
-        own = {"RAY_ADDRESS": self.address, "RAY_NODES_IP": host.ip, "PYTHONUNBUFFERED": "1"}
-        return self._spawn(host, [sys.executable, *args], {**self.env, **own, **(env or {})}, subprocess.PIPE)
+        """Start `python *args` on a host. `.stdout` also has its stderr; `.kill()` kills the process itself."""
+        node_env = {"RAY_ADDRESS": self.address, "RAY_NODES_IP": host.ip, "PYTHONUNBUFFERED": "1"}
+        return self._spawn(host, [sys.executable, *args], {**self.env, **node_env, **(env or {})}, subprocess.PIPE)
 
     def run(self, host: Host, *args: str, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
-        """Run `python *args` on a host to its end and return its output; an error if it fails or takes too long."""
+        """Run `python *args` on a host and return its output. Raise RuntimeError if it fails or times out."""
         process = self.popen(host, *args, env=env)
         try:
             output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as late:
+        except subprocess.TimeoutExpired as error:
             process.kill()
-            raise RuntimeError(f"{args} on host {host.index} hung:\n{process.communicate()[0]}") from late
+            raise RuntimeError(f"{args} on host {host.index} timed out:\n{process.communicate()[0]}") from error
         if process.returncode:
-            raise RuntimeError(f"{args} on host {host.index} ended with {process.returncode}:\n{output}")
+            raise RuntimeError(f"{args} on host {host.index} exited with status {process.returncode}:\n{output}")
         return output
 
     def cut(self, host: Host) -> None:
-        """Pull the host's cable. It is pulled at the switch, so that the host's addresses and routes stay."""
+        """Cut the host's link, at the switch, so that the host keeps its addresses and routes."""
         self._ip_command(_SWITCH, f"link set port{host.index} down")
 
     def heal(self, host: Host) -> None:
-        """Plug the host's cable in again; TCP may still wait for its next retransmission."""
+        """Restore the host's link. TCP may still wait for its next retransmission."""
         self._ip_command(_SWITCH, f"link set port{host.index} up")
 
     def kill_node(self, host: Host) -> None:
-        """Kill -9 everything on the host at once; its cable goes first, so that no socket can say farewell."""
+        """Kill all processes of the host at once. Its link is removed first, so that no socket is closed visibly."""
         first = self._first.pop(host.index, None)
         if first is None or first.poll() is not None:
             return
         namespace = os.readlink(f"/proc/{first.pid}/ns/net")
-        self._ip_command(_SWITCH, f"link del port{host.index}", must=False)
-        # The end of a process namespace's first process is complete only when all others are dead and reaped.
+        self._ip_command(_SWITCH, f"link del port{host.index}", check=False)
+        # The first process of a PID namespace is reaped only after all others.
         for pid in [pid for pid, stat in _stats().items() if stat[1] == str(first.pid)]:
             os.kill(pid, signal.SIGKILL)
         first.communicate(timeout=20)
         _kill(lambda: _in_namespace(namespace))
 
     def close(self) -> None:
-        """End every process of the cluster and remove its files; fine to call twice, or after a failed start."""
-        with ExitStack() as stack:  # it goes on after an error, to leave as little as can be
+        """Kill every process of the cluster and remove its files. May be called twice, or after a failed start."""
+        with ExitStack() as stack:  # runs all callbacks even if one fails
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
             if switch := self._first.get(_SWITCH):
                 stack.callback(switch.communicate)
@@ -182,19 +191,24 @@ class NetnsNodes:
         self._ip_command(host.index, "link set lo up")
 
     def _spawn(self, host: Host, args: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[str]:
-        there = f"/proc/{self._first[host.index].pid}/ns"
-        enter = ["nsenter", f"--net={there}/net", f"--mount={there}/mnt", f"--pid={there}/pid_for_children"]
-        # nsenter has to fork to change its process namespace, so that a kill of it must be handed on.
+        ns = f"/proc/{self._first[host.index].pid}/ns"
+        enter = [
+            "nsenter",
+            f"--net={ns}/net",
+            f"--mount={ns}/mnt",
+            f"--pid={ns}/pid_for_children",
+        ]
+        # nsenter forks to enter a PID namespace, so the child needs a parent-death signal.
         return _popen([*enter, *_DIE_WITH_PARENT, *args], env, output)
 
-    def _ip_command(self, place: int, command: str, *, must: bool = True) -> None:
-        _run(["nsenter", f"--net=/proc/{self._first[place].pid}/ns/net", "ip", *command.split()], must=must)
+    def _ip_command(self, place: int, command: str, *, check: bool = True) -> None:
+        _run(["nsenter", f"--net=/proc/{self._first[place].pid}/ns/net", "ip", *command.split()], check=check)
 
 
 def can_make_namespaces() -> str | None:
-    """Why `NetnsNodes` cannot work here, or None if it can; found out by trying."""
+    """Return the reason why `NetnsNodes` does not work on this machine, or None if it does."""
     if missing := [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]:
-        return f"no such program: {', '.join(missing)} (Debian: iproute2, util-linux)"
+        return f"missing programs: {', '.join(missing)} (Debian: iproute2, util-linux)"
     try:
         _run([*_NEW_HOST, "sh", "-ec", "ip link add name br0 type bridge; ip link add name v0 type veth peer name v1"])
     except RuntimeError as error:
@@ -202,9 +216,9 @@ def can_make_namespaces() -> str | None:
     return None
 
 
-def _run(command: Sequence[str], *, must: bool = True) -> None:
+def _run(command: Sequence[str], *, check: bool = True) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if must and done.returncode:
+    if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
@@ -221,11 +235,11 @@ def _popen(command: Sequence[str], env: Mapping[str, str] | None, output: int) -
 
 
 def _first_process(unshare: Sequence[str]) -> subprocess.Popen[str]:
-    """The process that keeps new namespaces alive; ready when it has said so."""
+    """Start the process that keeps new namespaces alive, and wait until it is ready."""
     process = _popen([*_DIE_WITH_PARENT, *unshare, *_FIRST_PROCESS], None, subprocess.PIPE)
     assert process.stdout is not None
-    if (said := process.stdout.readline()) != "up\n":
-        raise RuntimeError(f"{' '.join(unshare)}: {said}{process.communicate()[0]}")
+    if (line := process.stdout.readline()) != "up\n":
+        raise RuntimeError(f"{' '.join(unshare)}: {line}{process.communicate()[0]}")
     return process
 
 
@@ -237,7 +251,7 @@ def _read(path: Path) -> str:
 
 
 def _stats() -> dict[int, list[str]]:
-    """Of each living process: its state, parent, process group and session. Zombies are dead enough for us."""
+    """Return state, parent, process group and session of each process, without zombies."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     stats = {pid: _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:4] for pid in pids}
     return {pid: stat for pid, stat in stats.items() if stat and stat[0] != "Z"}
@@ -254,7 +268,7 @@ def _in_namespace(link: str) -> list[int]:
 
 
 def _kill(find: Callable[[], list[int]]) -> None:
-    """Stop all, then kill all: nobody gets to see another one die and report it, or to fork meanwhile."""
+    """Stop all processes, then kill them, so that none can fork or report the death of another."""
     deadline = time.monotonic() + 20
     while pids := find():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Trajectories to write down, of every shape; and dumps in the shapes that verl writes."""
+"""Sample trajectories, strategies for arbitrary ones, and lines as verl writes them."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import JSON
 
 from toolroll.errors import Fault
-from toolroll.rollout.engines.engine import Timings
+from toolroll.rollout.engines.base import GenerationTimings
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, Rewards, Trajectory, TurnRecord
 from toolroll.schemas import FunctionCall, Message, ToolCall
@@ -18,13 +18,13 @@ from toolroll.schemas import FunctionCall, Message, ToolCall
 def trajectory(
     number: int = 0, *, score: float | None = 1.0, text: str = "6 times 7 is 42.", **other: Any
 ) -> Trajectory:
-    """A question, a call of the code interpreter, an answer."""
+    """Return a trajectory with a question, a call of the code interpreter, and an answer."""
     tokens = TokenStream([1, 2, 3, 4])
-    tokens.sampled([5, 6, 7], [-0.5, -0.25, -0.125], turn=0, weight_version="3")
-    tokens.given([8, 9], turn=0)
-    tokens.sampled([10, 11], [-1.0, -2.0], turn=1, weight_version="3")
+    tokens.append_sampled([5, 6, 7], [-0.5, -0.25, -0.125], turn=0, weight_version="3")
+    tokens.append_unsampled([8, 9], turn=0)
+    tokens.append_sampled([10, 11], [-1.0, -2.0], turn=1, weight_version="3")
     arguments = {"code": "print(6 * 7)"}
-    asked = ToolCall(id="call_0_0", function=FunctionCall(name="code_interpreter", arguments=arguments))
+    call = ToolCall(id="call_0_0", function=FunctionCall(name="code_interpreter", arguments=arguments))
     metrics = {"queue_wait": 0.25, "sandbox_wait": 0.01, "execution_time": 0.5, "attempts": 1, "outcome": "ok"}
     given: dict[str, Any] = {
         "request_id": f"request-{number}",
@@ -32,7 +32,7 @@ def trajectory(
         "sample": number % 8,
         "messages": [
             Message(role="user", content="What is 6 times 7?"),
-            Message(role="assistant", content="", reasoning_content="Let me compute.", tool_calls=[asked]),
+            Message(role="assistant", content="", reasoning_content="Let me compute.", tool_calls=[call]),
             Message(role="tool", content="42\n", tool_call_id="call_0_0", name="code_interpreter"),
             Message(role="assistant", content=text),
         ],
@@ -40,11 +40,15 @@ def trajectory(
         "finish_reason": FinishReason.STOP,
         "outcome": "ok",
         "fidelity": Fidelity.EXACT,
-        "logprobs_of": "scaled",
+        "logprobs_mode": "processed_logprobs",
         "rewards": Rewards(total=score, steps=(0.0, 0.0), tools={"code_interpreter": 0.0}, functions={"right": score}),
         "turns": [
             TurnRecord(
-                turn=turn, tokens=count, finish="stop", weight_version="3", timings=Timings(total=0.5, queue=0.1)
+                turn=turn,
+                tokens=count,
+                finish="stop",
+                weight_version="3",
+                timings=GenerationTimings(total=0.5, queue=0.1),
             )
             for turn, count in enumerate((3, 2))
         ],
@@ -60,22 +64,22 @@ def trajectory(
 
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
-"""Half characters too: models write them."""
+"""Includes lone surrogates, which models write."""
 SURROGATE_FREE = st.text(max_size=12)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
 def streams(draw: st.DrawFn) -> TokenStream:
-    """Tokens of up to a few turns, with log-probabilities of any kind or without."""
+    """Generate tokens of up to three turns, with any log-probabilities or none."""
     ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)
     stream = TokenStream(draw(ids))
     has_logprobs = draw(st.booleans())
     for turn in range(draw(st.integers(0, 3))):
         sampled = draw(ids)
         logprobs = [draw(st.floats(width=32)) for _ in sampled] if has_logprobs else None
-        stream.sampled(sampled, logprobs, turn=turn, weight_version=draw(st.none() | ANY_TEXT))
-        stream.given(draw(ids), turn=turn)
+        stream.append_sampled(sampled, logprobs, turn=turn, weight_version=draw(st.none() | ANY_TEXT))
+        stream.append_unsampled(draw(ids), turn=turn)
     return stream
 
 
@@ -119,7 +123,9 @@ TURNS = st.builds(
     tokens=st.integers(0, 2**40),
     finish=ANY_TEXT,
     weight_version=st.none() | ANY_TEXT,
-    timings=st.builds(Timings, total=NUMBERS, queue=st.none() | NUMBERS, cached_tokens=st.none() | st.integers(0, 9)),
+    timings=st.builds(
+        GenerationTimings, total=NUMBERS, queue=st.none() | NUMBERS, cached_tokens=st.none() | st.integers(0, 9)
+    ),
 )
 REWARDS = st.builds(
     Rewards,
@@ -140,7 +146,7 @@ TRAJECTORIES = st.builds(
     outcome=st.sampled_from(["ok", "infra"]),
     error=st.none() | ANY_TEXT,
     fidelity=st.sampled_from(Fidelity),
-    logprobs_of=st.sampled_from(["scaled", "raw", None]),
+    logprobs_mode=st.sampled_from(["processed_logprobs", "raw_logprobs", None]),
     rewards=REWARDS,
     turns=st.lists(TURNS, max_size=3),
     calls=st.lists(CALLS, max_size=3),
@@ -155,14 +161,14 @@ VERL_ANSWER = (
     '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>'
     "\nuser\n<tool_response>\n42\n</tool_response>\nassistant\n6 times 7 is #### 42"
 )
-"""What Qwen's template leaves of itself where special tokens are skipped, with a tool in between."""
+"""Qwen's template decoded without special tokens, with a tool call."""
 
 
 def verl_line(step: int, number: int = 0, *, score: float = 1.0, version: str = "0.6", **extras: Any) -> dict[str, Any]:
-    """What one sample is in a dump of verl's.
+    """Return the fields of one sample in a dump of verl.
 
-    0.6 and 0.7 write the five keys, and what the reward function gave beside the score. 0.8 adds `request_id`, where
-    there is one. The newer trainer of 0.9 ("v1") has `uid`: the prompt's, the sample, the part of it.
+    0.6 and 0.7 write five keys and the extra values of the reward function. 0.8 adds `request_id`, if there is one. The
+    newer trainer of 0.9 ("v1") adds `uid`, composed of the prompt's id, the sample and the part.
     """
     line = {"input": VERL_PROMPT, "output": VERL_ANSWER, "gts": "42", "score": score, "step": step, **extras}
     if version == "0.8":
@@ -173,6 +179,6 @@ def verl_line(step: int, number: int = 0, *, score: float = 1.0, version: str = 
 
 
 def write_verl(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """As verl writes a file: Python's own JSON, in UTF-8, NaN and all."""
+    """Write a file like verl: with the standard library's JSON encoder, in UTF-8, including NaN."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

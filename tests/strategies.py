@@ -1,11 +1,12 @@
-"""Hypothesis strategies for JSON, and for JSON Schemas with every keyword."""
+"""Hypothesis strategies for JSON values and for JSON Schemas with all keywords."""
 
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 NAMES = st.text(max_size=6) | st.sampled_from(
-    ["type", "title", "properties", "$ref", "enum", "default", "copy", "_written"]
+    ["type", "title", "properties", "$ref", "enum", "default", "copy", "_key_order"]
 )
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
@@ -21,7 +22,7 @@ PATTERN = st.sampled_from(["", "^a", "[0-9]+$", "^(x|y)*$"])
 
 
 def _schema_object(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A JSON Schema object whose parts are `inner`, with any choice of keywords in any order."""
+    """Return a strategy for JSON Schemas with any keywords in any order, whose subschemas are `inner`."""
     keywords: dict[str, st.SearchStrategy[Any]] = {
         "type": TYPES | st.lists(TYPES, min_size=1, max_size=3, unique=True),
         "description": st.text(max_size=10),
@@ -55,7 +56,7 @@ def _schema_object(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
         "$ref": st.sampled_from(["#", "#/$defs/a"]),
         "$comment": st.text(max_size=5),
         "readOnly": st.booleans(),
-        "x-of-our-own": JSON,
+        "x-custom": JSON,
     }
     chosen = st.lists(st.sampled_from(sorted(keywords)), max_size=5, unique=True)
     return chosen.flatmap(lambda keys: st.fixed_dictionaries({key: keywords[key] for key in keys}))
@@ -65,4 +66,9 @@ SUBSCHEMAS = st.recursive(st.booleans() | _schema_object(st.booleans()), _schema
 JSON_SCHEMAS = _schema_object(SUBSCHEMAS)
 """Valid JSON Schema objects."""
 PARAMETER_SCHEMAS = JSON_SCHEMAS.map(lambda schema: {**schema, "type": "object"})
-"""Valid JSON Schemas for the arguments of a tool; some have a `$ref` that leads nowhere, or in a circle."""
+"""Valid JSON Schemas for the arguments of a tool; some have a `$ref` that is unresolvable or circular."""
+
+
+def scaled(max_examples: int) -> int:
+    """Return a number of examples for `settings`: the given number, or 30 times as many in `make nightly`."""
+    return max_examples * settings().max_examples // settings.get_profile("default").max_examples

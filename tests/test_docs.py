@@ -1,6 +1,7 @@
-"""What stands in the documentation works as it stands."""
+"""Commands, files, links and generated tables of the documentation work as printed."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import doc_page
@@ -17,23 +18,27 @@ PAGES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _sandbox(sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sandbox that a page has the reader start."""
+@pytest.fixture
+def sandbox_variable(sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provide the sandbox server that a page asks the reader to start."""
     monkeypatch.setenv("SANDBOX_FUSION_URL", sandbox_url)
 
 
+@pytest.mark.sglang
+@pytest.mark.usefixtures("sandbox_variable")
 @pytest.mark.parametrize("name", ["docs/rollout.md", "docs/run.md"])
-def test_files_and_commands_of_a_page_with_an_engine(
+def test_page_with_engine_works_as_printed(
     name: str, root: Path, tmp_path: Path, sglang: RealEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_URL", sglang.url)
     monkeypatch.setenv("MODEL", str(sglang.model_dir))
-    test_files_and_commands_of_a_page(name, root, tmp_path)
+    test_page_works_as_printed(name, root, tmp_path)
 
 
+@pytest.mark.sandbox
+@pytest.mark.usefixtures("sandbox_variable")
 @pytest.mark.parametrize("name", PAGES)
-def test_files_and_commands_of_a_page(name: str, root: Path, tmp_path: Path) -> None:
+def test_page_works_as_printed(name: str, root: Path, tmp_path: Path) -> None:
     page = (root / name).read_text()
     for title, body in doc_page.files(page).items():
         (tmp_path / title).write_text(body)
@@ -43,7 +48,7 @@ def test_files_and_commands_of_a_page(name: str, root: Path, tmp_path: Path) -> 
         assert doc_page.trimmed(doc_page.run(command, tmp_path)) == doc_page.trimmed(command.output), command.line
 
 
-def test_the_tools_page_keeps_its_word_on_lengths(root: Path) -> None:
+def test_tools_page_examples_are_as_short_as_claimed(root: Path) -> None:
     files = doc_page.files((root / "docs/tools.md").read_text())
 
     def lines_of_code(title: str) -> int:
@@ -62,26 +67,43 @@ def test_the_tools_page_keeps_its_word_on_lengths(root: Path) -> None:
     assert lines_of_code("notebook.py") <= 30
 
 
-def test_commands_of_the_readme(root: Path) -> None:
+@pytest.mark.sandbox
+@pytest.mark.usefixtures("sandbox_variable")
+def test_readme_commands_work_as_printed(root: Path) -> None:
     commands = doc_page.commands((root / "README.md").read_text())
     assert len(commands) > 1
     for command in commands:
         assert doc_page.trimmed(doc_page.run(command, root)) == doc_page.trimmed(command.output), command.line
 
 
-def test_links_lead_somewhere(root: Path) -> None:
-    import re
-
-    pages = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_table_of_scale_is_what_the_figures_come_to(root: Path) -> None:
-    spec = importlib.util.spec_from_file_location("make_scale", root / "docs/make_scale.py")
+def test_links_and_anchors_resolve(root: Path) -> None:
+    for page in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            target, _, anchor = link.partition("#")
+            if target.startswith("http"):
+                continue
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(linked), f"{page.name}: {link}"
+
+
+def test_architecture_page_names_existing_paths(root: Path) -> None:
+    page = (root / "docs/architecture.md").read_text()
+    paths = set(re.findall(r"`((?:tests/)?[a-z_]+/[a-z_/]*(?:\.py)?|[a-z_]+\.py)`", page))
+    assert len(paths) > 30
+    assert [path for path in paths if not any(root.glob(f"toolroll/**/{path}")) and not (root / path).exists()] == []
+
+
+def test_scale_table_matches_the_figures(root: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_scale", root / "scripts/make_scale.py")
     assert spec is not None
     assert spec.loader is not None
     make_scale = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_scale)
-    assert make_scale.table() in (root / "docs/scale.md").read_text(), "run docs/make_scale.py"
+    assert make_scale.table() in (root / "docs/scale.md").read_text(), "run scripts/make_scale.py"

@@ -1,4 +1,4 @@
-"""Whose fault a failure is."""
+"""Tests of toolroll.errors: attribution of faults, and messages."""
 
 import pickle
 
@@ -10,16 +10,16 @@ from toolroll.errors import ConfigError, Fault, InfraFault, MissingExtra, Policy
 @pytest.mark.parametrize(
     "error", [PolicyFault("x"), ValueError("x"), OSError("x"), ZeroDivisionError(), TimeoutError()]
 )
-def test_what_the_policy_can_bring_about_is_its_own_fault(error: Exception) -> None:
+def test_other_exceptions_are_policy_faults(error: Exception) -> None:
     assert fault_of(error) is Fault.POLICY
 
 
 @pytest.mark.parametrize("error", [InfraFault("x"), ToolContractError("x")])
-def test_infrastructure_says_so_itself(error: Exception) -> None:
+def test_infra_fault_subclasses_are_infra_faults(error: Exception) -> None:
     assert fault_of(error) is Fault.INFRA
 
 
-def test_what_is_missing_is_said_with_the_extra_that_brings_it() -> None:
+def test_missing_extra_names_install_command() -> None:
     error = MissingExtra("ray", "ray")
     assert "pip install 'toolroll[ray]'" in str(error)
     assert isinstance(error, ImportError)

@@ -1,4 +1,4 @@
-"""A schema comes out as it went in; the other nouns hold what they should."""
+"""Tests of toolroll.schemas: tool schemas are preserved exactly."""
 
 import json
 import pickle
@@ -28,20 +28,20 @@ DUMP_FLAGS = st.fixed_dictionaries(
 
 
 @given(JSON_SCHEMAS, DUMP_FLAGS, st.sampled_from(["python", "json"]))
-def test_any_json_schema_survives_a_round_trip_to_the_byte(schema: dict[str, Any], flags: Any, mode: Any) -> None:
+def test_json_schema_round_trip_is_exact(schema: dict[str, Any], flags: Any, mode: Any) -> None:
     Draft202012Validator.check_schema(schema)
-    written = json.dumps(schema)
-    for kind in (OpenAIFunctionParametersSchema, OpenAIFunctionPropertySchema):
-        made = kind.model_validate(schema)
-        assert json.dumps(made.model_dump(mode=mode, **flags)) == written
-        assert json.dumps(json.loads(made.model_dump_json(**flags))) == written
-        assert json.dumps(kind.model_validate(made.model_dump()).model_dump()) == written
-        assert pickle.loads(pickle.dumps(made)) == made
+    text = json.dumps(schema)
+    for schema_class in (OpenAIFunctionParametersSchema, OpenAIFunctionPropertySchema):
+        model = schema_class.model_validate(schema)
+        assert json.dumps(model.model_dump(mode=mode, **flags)) == text
+        assert json.dumps(json.loads(model.model_dump_json(**flags))) == text
+        assert json.dumps(schema_class.model_validate(model.model_dump()).model_dump()) == text
+        assert pickle.loads(pickle.dumps(model)) == model
 
 
 @given(JSON_SCHEMAS, JSON_SCHEMAS)
-def test_a_whole_tool_schema_survives_in_its_order(parameters: dict[str, Any], nested: dict[str, Any]) -> None:
-    whole = {
+def test_tool_schema_keeps_key_order(parameters: dict[str, Any], nested: dict[str, Any]) -> None:
+    tool_schema = {
         "function": {
             "parameters": {"required": ["q"], **parameters, "properties": {"q": nested}},
             "name": "search",
@@ -50,10 +50,10 @@ def test_a_whole_tool_schema_survives_in_its_order(parameters: dict[str, Any], n
         },
         "type": "function",
     }
-    assert json.dumps(OpenAIFunctionToolSchema.model_validate(whole).model_dump()) == json.dumps(whole)
+    assert json.dumps(OpenAIFunctionToolSchema.model_validate(tool_schema).model_dump()) == json.dumps(tool_schema)
 
 
-def test_the_parts_are_built_by_hand_as_the_original_documents_do() -> None:
+def test_schema_built_from_model_classes() -> None:
     code = OpenAIFunctionPropertySchema(type="string", description="The code to execute.", enum=None)
     parameters = OpenAIFunctionParametersSchema(type="object", properties={"code": code}, required=["code"])
     function = OpenAIFunctionSchema(
@@ -75,13 +75,13 @@ def test_the_parts_are_built_by_hand_as_the_original_documents_do() -> None:
     }
 
 
-def test_what_is_set_later_is_dumped_too() -> None:
+def test_assigned_field_is_dumped() -> None:
     schema = OpenAIFunctionPropertySchema.model_validate({"default": None, "type": "string"})
     schema.description = "Changed."
     assert list(schema.model_dump().items()) == [("default", None), ("type", "string"), ("description", "Changed.")]
 
 
-def test_equality_is_of_content_not_of_order() -> None:
+def test_equality_ignores_key_order() -> None:
     one = OpenAIFunctionPropertySchema.model_validate({"type": "string", "minLength": 1})
     assert one == OpenAIFunctionPropertySchema.model_validate({"minLength": 1, "type": "string"})
     assert one != OpenAIFunctionPropertySchema.model_validate({"type": "string", "minLength": 2})
@@ -89,7 +89,7 @@ def test_equality_is_of_content_not_of_order() -> None:
     assert one != OpenAIFunctionParametersSchema.model_validate({"type": "string", "minLength": 1})
 
 
-def test_a_function_without_parameters_takes_none() -> None:
+def test_parameters_default_to_none() -> None:
     schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {"name": "now"}})
     assert schema.model_dump()["function"]["parameters"] == {"type": "object", "properties": {}, "required": []}
 
@@ -97,22 +97,22 @@ def test_a_function_without_parameters_takes_none() -> None:
 @pytest.mark.parametrize(
     "broken", [{"type": "function"}, {"type": "tool", "function": {"name": "a"}}, {"function": {"name": ""}}]
 )
-def test_a_tool_schema_that_is_none_is_refused(broken: dict[str, Any]) -> None:
+def test_invalid_tool_schema_is_rejected(broken: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         OpenAIFunctionToolSchema.model_validate(broken)
 
 
-def test_tool_response_knows_what_it_holds() -> None:
+def test_tool_response_content() -> None:
     assert ToolResponse().is_empty()
     assert ToolResponse(text="").is_empty()
     assert ToolResponse(text="hello").is_text_only()
     assert not ToolResponse(text="hello", image=[object()]).is_text_only()
     assert not ToolResponse(video=[object()]).is_empty()
-    with pytest.raises(ValidationError, match=r"wrap a single one in a list"):
+    with pytest.raises(ValidationError, match=r"wrap a single item in a list"):
         ToolResponse.model_validate({"image": "a.png"})
 
 
-def test_a_message_carries_calls_as_the_model_wrote_them() -> None:
+def test_message_preserves_invalid_arguments() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1,'}}
     message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call], "weight": 0})
     assert message.tool_calls == [ToolCall.model_validate(call)]

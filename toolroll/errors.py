@@ -1,13 +1,16 @@
-"""Whose fault a failure is.
+"""Exceptions, and the attribution of failures to the policy or to the infrastructure.
 
-Every failure while a trajectory runs is either the policy's (it wrote bad JSON, named a tool that doesn't exist, wrote
-a program that crashes) or the infrastructure's (a sandbox is down, a worker died, a tool's author broke the contract).
-The policy's fault goes back to the model as text that it can learn from; the infrastructure's keeps the trajectory out
-of the loss. Whatever the policy can bring about stays its own fault, so an exception that says nothing about itself
-counts as the policy's (`fault_of`).
+Every failure during a trajectory is one of two kinds:
 
-A third kind never reaches a trajectory: `ConfigError` and `MissingExtra` are raised while things are being set up, for
-a person to read.
+- A *policy fault* is caused by the model: invalid JSON, an unknown tool, a program that crashes. The message is
+  returned to the model as text.
+- An *infra fault* is caused by anything else: a sandbox that is down, a worker that died, a tool that violates its
+  contract. The trajectory is excluded from the loss.
+
+Invariant: a failure that the policy can cause is a policy fault. For this reason an exception of any other type counts
+as a policy fault (see `fault_of`).
+
+`ConfigError` and `MissingExtra` are raised during set-up, before any trajectory starts.
 """
 
 from __future__ import annotations
@@ -15,125 +18,250 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
+
+ModelT = TypeVar("ModelT", bound="BaseModel")
+
+MAX_NAMES_LISTED = 12
+"""Maximum number of valid names that a message about an unknown name lists."""
+MAX_PROBLEMS_EXPLAINED = 3
+"""Maximum number of validation problems that one message contains."""
 
 
 class Fault(StrEnum):
-    """Who brought a failure about."""
+    """The cause of a failure."""
 
     POLICY = "policy"
-    """The model did: tell it, and let it learn."""
+    """The model caused the failure. It receives the error message and can learn from it."""
     INFRA = "infra"
-    """Something around the model did: retry, then keep the trajectory out of the loss."""
+    """The infrastructure caused the failure. The call is retried; if it still fails, the trajectory is excluded from
+    the loss."""
 
 
 class ToolrollError(Exception):
-    """Base of every error that toolroll raises on purpose."""
+    """Base class of all exceptions that toolroll raises."""
 
     metrics: Mapping[str, Any] = {}
-    """What is known of the tool call that failed so, for the records."""
+    """Metrics of the failed tool call, such as `queue_wait` and `attempts`. They are written to the records."""
 
 
 class ConfigError(ToolrollError):
-    """A setting, a config file or a tool's definition is wrong. The message names what, where, and the remedy."""
+    """Raised when a setting, a config file or the definition of a tool is invalid."""
 
 
 class MissingExtra(ConfigError, ImportError):
-    """A part was used whose packages are not installed. The message names the extra that brings them."""
+    """Raised when a feature is used whose optional dependencies are not installed.
+
+    Args:
+        package: Name of the missing package.
+        extra: Extra of toolroll that installs the package.
+    """
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"This needs {package}, which is not installed. Run: pip install 'toolroll[{extra}]'")
-        self._made_of = package, extra
+        super().__init__(f"The package {package!r} is not installed. Run: pip install 'toolroll[{extra}]'")
+        self._init_args = package, extra
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
-        return MissingExtra, self._made_of
+        return MissingExtra, self._init_args
 
 
 class PolicyFault(ToolrollError):
-    """The model brought this about. `str(error)` is written for the model to read.
+    """Raised when the model caused a failure. The model reads the message.
 
-    A tool raises it to tell the model what was wrong with its call:
+    Tools raise it to reject a call:
 
-        raise PolicyFault(f"No table is called {name!r}. The tables are: {', '.join(tables)}.")
+        raise PolicyFault(f"Unknown table {name!r}. Available tables: {', '.join(tables)}.")
     """
 
 
 class InvalidArguments(PolicyFault):
-    """The arguments of a tool call are not JSON, or not what the tool's schema asks for."""
+    """Raised when the arguments of a tool call are not valid JSON or do not satisfy the tool's schema."""
+
+
+class RecordsNotWritten(ToolrollError):
+    """Raised when a run stops because it cannot write records, for example because the disk is full."""
+
+    @classmethod
+    def because(cls, error: OSError, directory: object) -> RecordsNotWritten:
+        """Return the exception for an OSError in a directory."""
+        return cls(
+            f"Cannot write records to {error.filename or directory}: {error.strerror or error}. "
+            "Free disk space or make the directory writable, then run the same command again to resume."
+        )
 
 
 class InfraFault(ToolrollError):
-    """Something that the model had no part in failed. A tool raises it when a service that it needs is down."""
+    """Raised when something other than the model caused a failure.
+
+    Tools raise it when a service that they depend on is unavailable.
+    """
 
 
 class SlotTimeout(InfraFault):
-    """The limit was reached, and no slot came free before the deadline."""
+    """Raised when no slot of a limited resource became free before the deadline."""
 
 
 class LimiterUnavailable(InfraFault):
-    """The lease on the cluster's limit ran out and the limiter could not be reached before the deadline."""
+    """Raised when a lease expired and the cluster's limiter could not be reached before the deadline."""
 
 
 class SandboxUnavailable(InfraFault):
-    """The sandbox could not be reached, was full, or failed, until the retries or the deadline ran out."""
+    """Raised when a sandbox was unreachable, full or failing until the retries or the deadline were exhausted."""
 
 
-class SandboxRefused(InfraFault):
-    """The sandbox won't have this request, however often it is sent: a limit, a missing language, a wrong token."""
+class RequestRejected(InfraFault):
+    """Raised when a server rejected a request and retrying will not help.
+
+    Args:
+        message: Description of the request and the reason.
+        status: HTTP status of the response, or None if the request was not sent.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class SandboxRefused(RequestRejected):
+    """Raised when the sandbox rejected a request and retrying will not help.
+
+    Examples are an exceeded limit, a language that is not installed, and an invalid token.
+    """
 
 
 class EngineUnavailable(InfraFault):
-    """The inference engine could not be reached, was full, or failed, until the retries or the deadline ran out."""
+    """Raised when an engine was unreachable, full or failing until the retries or the deadline were exhausted."""
 
 
-class EngineRefused(InfraFault):
-    """The inference engine won't have this request, however often it is sent: too long a prompt, a wrong parameter."""
+class EngineRefused(RequestRejected):
+    """Raised when the inference engine rejected a request and retrying will not help.
 
-    status: int | None = None
-    """The HTTP status; None where it wasn't even sent."""
+    Examples are a prompt that is too long and an invalid parameter.
+    """
 
 
 class ToolContractError(InfraFault):
-    """A tool did what BaseTool forbids, e.g. returned a reward that is no number. Its author has to mend it."""
+    """Raised when a tool violates the contract of `BaseTool`, for example by returning NaN as a reward."""
 
 
 class DuplicateInstance(ToolContractError):
-    """An instance of this id is alive already. It is another trajectory's: nothing may be released for it."""
+    """Raised when a tool already has an instance with the requested id.
+
+    The existing instance belongs to another trajectory and must not be released.
+    """
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Whose fault an exception out of `tool.execute` is: the policy's, unless it says otherwise.
+    """Return the cause of an exception that a tool raised.
 
-    A plain ValueError or OSError out of a tool is most often an argument that the model chose badly. Were it counted as
-    the infrastructure's, the model could escape a bad reward by making tools crash.
+    Every exception other than `InfraFault` is a policy fault. Most of them, such as ValueError or OSError, are caused
+    by the arguments of the call. If they counted as infra faults, the model could avoid a low reward by crashing a
+    tool.
+
+    Args:
+        error: Exception raised by `BaseTool.execute`.
+
+    Returns:
+        `Fault.INFRA` for an `InfraFault`, otherwise `Fault.POLICY`.
+
+    Example:
+        >>> fault_of(ZeroDivisionError())
+        <Fault.POLICY: 'policy'>
     """
     return Fault.INFRA if isinstance(error, InfraFault) else Fault.POLICY
 
 
-def explain(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """What pydantic found wrong with a person's input, in one line.
+def validate(model: type[ModelT], value: Any, where: str) -> ModelT:
+    """Validate a user's input.
 
-    A key that doesn't exist is answered with the nearest one that does.
+    Args:
+        model: Pydantic model of the input.
+        value: The input.
+        where: Name of the setting or the file that contains the input. The error message starts with it.
+
+    Returns:
+        The validated model.
+
+    Raises:
+        ConfigError: If the input is invalid.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(error, model.model_fields)}.") from error
+
+
+def explain(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """Return the first problems of a pydantic validation error on one line.
+
+    Args:
+        error: Validation error of a user's input.
+        known: Names of the valid keys, of which the closest is suggested for an unknown key.
+
+    Returns:
+        The problems, separated by semicolons, without a period at the end.
     """
     parts = []
-    for item in error.errors(include_url=False, include_context=False)[:3]:
+    for item in error.errors(include_url=False, include_context=False)[:MAX_PROBLEMS_EXPLAINED]:
         where = ".".join(map(str, item["loc"]))
         match item["type"]:
             case "extra_forbidden":
-                parts.append(f"there is no key {where!r}{did_you_mean(where, known)}")
+                parts.append(f"unknown key {where!r}{did_you_mean(where, known)}")
             case "missing":
-                parts.append(f"the key {where!r} is missing")
+                parts.append(f"missing key {where!r}")
             case _:
                 parts.append(f"{where}: {item['msg']}" if where else item["msg"])
     return "; ".join(parts)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that doesn't exist: the nearest one, or all where they are few."""
+    """Return a parenthesis that suggests a valid name, to be appended to a message about an unknown one.
+
+    Args:
+        word: The unknown name.
+        known: The valid names.
+
+    Returns:
+        The closest valid name, or all of them if none is close and there are at most `MAX_NAMES_LISTED`, or "".
+
+    Example:
+        >>> did_you_mean("pyton", ["python", "bash"])
+        " (did you mean 'python'?)"
+        >>> did_you_mean("cobol", ["python", "bash"])
+        ' (available: python, bash)'
+    """
     known = list(known)
     if near := get_close_matches(word, known, n=1):
         return f" (did you mean {near[0]!r}?)"
-    return f" (known: {', '.join(known)})" if 0 < len(known) <= 12 else ""
+    return f" (available: {', '.join(known)})" if 0 < len(known) <= MAX_NAMES_LISTED else ""
+
+
+def unknown_name(kind: str, name: str, available: Iterable[str]) -> str:
+    """Return a message about an unknown name that lists the valid ones or suggests the closest.
+
+    Args:
+        kind: Noun for the named thing, in the singular.
+        name: The unknown name. At most 80 characters of its repr are shown.
+        available: The valid names.
+
+    Returns:
+        One or two sentences.
+
+    Example:
+        >>> unknown_name("tool", "serch", ["search", "add"])
+        "Unknown tool 'serch'. Did you mean 'search'?"
+        >>> unknown_name("tool", "x", ["search", "add"])
+        "Unknown tool 'x'. Available tools: search, add."
+    """
+    available = list(available)
+    message = f"Unknown {kind} {name!r:.80}."
+    if near := get_close_matches(name, available, n=1):
+        return f"{message} Did you mean {near[0]!r}?"
+    if 0 < len(available) <= MAX_NAMES_LISTED:
+        return f"{message} Available {kind}s: {', '.join(available)}."
+    return message

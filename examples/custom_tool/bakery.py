@@ -1,4 +1,4 @@
-"""Two tools of one's own: a function without memory, and a class that remembers per trajectory."""
+"""Two custom tools: a stateless function, and a class with state per trajectory."""
 
 from typing import Any, ClassVar, Literal
 
@@ -14,26 +14,26 @@ def convert(amount: float, unit: Literal["cup", "tablespoon", "ounce"]) -> dict[
     """Convert an amount of flour to grams.
 
     Args:
-        amount: How much.
-        unit: What it is measured in.
+        amount: The amount.
+        unit: The unit of the amount.
     """
     return {"grams": round(amount * GRAMS[unit], 1)}
 
 
 class PantrySettings(ToolSettings):
-    """What the config may say."""
+    """Settings of the pantry."""
 
-    shelf: int = Field(default=10, gt=0, description="How many different things fit.")
+    shelf: int = Field(default=10, gt=0, description="Maximum number of different items.")
 
 
 class Pantry(BaseTool[dict[str, int]]):
-    """Stores things. What one trajectory stores, no other sees."""
+    """Stores items. Each trajectory has its own pantry."""
 
     default_schema: ClassVar = {
         "type": "function",
         "function": {
             "name": "pantry",
-            "description": "Store things.",
+            "description": "Store items.",
             "parameters": {
                 "type": "object",
                 "properties": {"item": {"type": "string"}, "count": {"type": "integer", "minimum": 1}},
@@ -52,7 +52,7 @@ class Pantry(BaseTool[dict[str, int]]):
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         stored, item = self.state(instance_id), parameters["item"]
         if item not in stored and len(stored) >= self.settings.shelf:
-            raise PolicyFault(f"The shelf is full: it holds {', '.join(stored)}.")
+            raise PolicyFault(f"The shelf is full. It holds {', '.join(stored)}.")
         stored[item] = stored.get(item, 0) + parameters["count"]
         return ToolResult(ToolResponse(text=f"{stored[item]} {item} stored"), None, {"items": len(stored)})
 

@@ -1,4 +1,4 @@
-"""Reward and tool calls of a run, step by step, as a picture. It needs `pip install '.[records]'`.
+"""Plot reward and tool calls of a run by step. Requires `pip install '.[records]'`.
 
 python plot.py out/dumps curve.png
 """
@@ -9,30 +9,30 @@ import sys
 from collections import defaultdict
 from statistics import fmean
 
-from toolroll.records.reader import read
+from toolroll import read_records
 
 
 def curves(dumps: str) -> dict[str, dict[int, float]]:
-    """By name and step. Samples that were left out count nowhere."""
+    """Return the curves by name and step, without excluded samples."""
     rewards: dict[int, list[float]] = defaultdict(list)
-    calling: dict[int, list[bool]] = defaultdict(list)
-    parsed: dict[int, list[bool]] = defaultdict(list)
-    for record in read(dumps):
+    has_call: dict[int, list[bool]] = defaultdict(list)
+    succeeded: dict[int, list[bool]] = defaultdict(list)
+    for record in read_records(dumps):
         if record.step is None or record.score is None:
             continue
         ran = [call.get("fault") is None for call in record.calls]
         rewards[record.step].append(record.score)
-        calling[record.step].append(any(ran))
-        parsed[record.step] += ran
+        has_call[record.step].append(any(ran))
+        succeeded[record.step] += ran
     return {
-        "reward": {step: fmean(some) for step, some in sorted(rewards.items())},
-        "samples with a call that ran": {step: fmean(some) for step, some in sorted(calling.items())},
-        "calls that parsed and ran": {step: fmean(some) for step, some in sorted(parsed.items()) if some},
+        "reward": {step: fmean(values) for step, values in sorted(rewards.items())},
+        "samples with a call that ran": {step: fmean(values) for step, values in sorted(has_call.items())},
+        "calls that parsed and ran": {step: fmean(values) for step, values in sorted(succeeded.items()) if values},
     }
 
 
-def main(dumps: str, picture: str) -> None:
-    """Draw them."""
+def main(dumps: str, output: str) -> None:
+    """Write the plot to a file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,11 +42,11 @@ def main(dumps: str, picture: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for name, curve in curves(dumps).items():
         axes.plot(list(curve), list(curve.values()), marker="o", markersize=3, label=name)
-    axes.set(xlabel="step", ylim=(0, 1.55), title="GRPO by TRL, SmolLM2-135M-Instruct with the code interpreter")
+    axes.set(xlabel="step", ylim=(0, 1.55), title="TRL GRPO, SmolLM2-135M-Instruct with the code interpreter")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.savefig(picture, dpi=110)
+    figure.savefig(output, dpi=110)
 
 
 if __name__ == "__main__":

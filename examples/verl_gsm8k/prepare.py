@@ -1,9 +1,9 @@
-"""GSM8K, or anything in its form, as verl reads it: JSON lines to Parquet.
+"""Convert GSM8K, or a dataset of the same format, from JSON lines to verl's Parquet format.
 
     python prepare.py questions.jsonl data/train.parquet --split train
 
-A line has a `question`, and an `answer` that ends in `#### ` and a number. Each row names the agent loop that runs it
-(`agent_name`), and what its tools are created with (`tools_kwargs`).
+Each line has a `question`, and an `answer` that ends with `#### ` and a number. The rows contain the agent loop
+(`agent_name`) and the arguments of the tools (`tools_kwargs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSTRUCTION = "Let's think step by step and output the final answer after `####`
 
 
 def row(line: dict[str, Any], number: int, split: str, agent_name: str) -> dict[str, Any]:
-    """One question."""
+    """Return the row of one question."""
     ground_truth = parse_ground_truth(line["answer"])
     return {
         "data_source": "openai/gsm8k",
@@ -48,17 +48,17 @@ def row(line: dict[str, Any], number: int, split: str, agent_name: str) -> dict[
 
 
 def main() -> None:
-    """Read the lines, write the rows."""
+    """Read the lines and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="JSON lines")
-    parser.add_argument("target", type=Path, help="a Parquet file")
+    parser.add_argument("source", type=Path, help="input file (JSON lines)")
+    parser.add_argument("target", type=Path, help="output file (Parquet)")
     parser.add_argument("--split", default="train")
     parser.add_argument("--agent-name", default="toolroll")
-    given = parser.parse_args()
-    lines = [json.loads(line) for line in given.source.read_text().splitlines() if line.strip()]
-    rows = [row(line, number, given.split, given.agent_name) for number, line in enumerate(lines)]
-    given.target.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_parquet(given.target)
+    options = parser.parse_args()
+    lines = [json.loads(line) for line in options.source.read_text().splitlines() if line.strip()]
+    rows = [row(line, number, options.split, options.agent_name) for number, line in enumerate(lines)]
+    options.target.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_parquet(options.target)
 
 
 if __name__ == "__main__":

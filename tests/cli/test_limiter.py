@@ -1,4 +1,4 @@
-"""`toolroll limiter`, against a real cluster."""
+"""The `toolroll limiter` command on a real cluster."""
 
 import json
 import os
@@ -6,13 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-USE = """
+import pytest
+
+pytestmark = pytest.mark.ray
+
+HOLD_SLOTS = """
 import asyncio, ray
 from toolroll.limiter.cluster import ClusterLimiter
 ray.init(log_to_driver=False, logging_level="error")
 async def main():
     limiter = ClusterLimiter("http://sandbox:8080", 4)
-    waiting = [asyncio.create_task(limiter.slot(hold=60).__aenter__()) for _ in range(6)]
+    waiting = [asyncio.create_task(limiter.slot(hold=60).acquire()) for _ in range(6)]
     while limiter.in_use < 4:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
@@ -32,7 +36,7 @@ def toolroll(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_status_and_set(cluster: str) -> None:
-    user = subprocess.Popen([sys.executable, "-c", USE], stdout=subprocess.PIPE, text=True)
+    user = subprocess.Popen([sys.executable, "-c", HOLD_SLOTS], stdout=subprocess.PIPE, text=True)
     with user:
         assert user.stdout is not None
         assert user.stdout.readline() == "ready\n"
@@ -41,14 +45,14 @@ def test_status_and_set(cluster: str) -> None:
         assert "http://sandbox:8080" in toolroll("status", "--address", cluster).stdout
         wrong = toolroll("set", "http://sandbox:8081", "6", "--address", cluster)
         assert wrong.returncode == 2
-        assert "did you mean 'http://sandbox:8080'?" in wrong.stderr
+        assert "Did you mean 'http://sandbox:8080'?" in wrong.stderr
         changed = toolroll("set", "http://sandbox:8080", "6", "--address", cluster)
         assert changed.stdout == "http://sandbox:8080: 4 → 6\n"
         assert user.stdout.readline() == "six\n"
 
 
-def test_no_cluster_is_said_in_one_line() -> None:
+def test_unreachable_cluster_prints_one_line() -> None:
     done = toolroll("status", "--address", "127.0.0.1:1")
     assert done.returncode == 2
-    assert "No Ray cluster answers at '127.0.0.1:1'" in done.stderr
+    assert "Cannot connect to a Ray cluster at '127.0.0.1:1'" in done.stderr
     assert "Traceback" not in done.stderr

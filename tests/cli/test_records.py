@@ -1,4 +1,4 @@
-"""`toolroll records`, as it is used."""
+"""The `toolroll records` command."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from toolroll.records.writer import RecordWriter
 
 @pytest.fixture
 def dumps(tmp_path: Path) -> Path:
-    """Three steps of ours, one of verl's, and a half line."""
+    """Write three steps of toolroll, one of verl, and an incomplete line."""
     folder = tmp_path / "dumps"
     with RecordWriter(folder) as writer:
         for number in range(30):
@@ -33,11 +33,12 @@ def toolroll(*arguments: object, columns: int = 80) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
-def test_stats_in_a_narrow_terminal(dumps: Path) -> None:
+@pytest.mark.process
+def test_stats_fit_a_narrow_terminal(dumps: Path) -> None:
     done = toolroll("records", "stats", dumps)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == f"31 samples of 4 steps in {dumps}, 1 line that can't be read"
+    assert lines[0] == f"31 samples of 4 steps in {dumps}, 1 unreadable line"
     assert all(len(line) <= 80 for line in lines[1:])
     steps = [line.split() for line in lines if line[:3].strip().isdecimal()][1:]
     assert [row[:3] for row in steps] == [
@@ -48,10 +49,11 @@ def test_stats_in_a_narrow_terminal(dumps: Path) -> None:
     ]
     assert any(line.split()[:2] == ["code_interpreter", "30"] for line in lines)
     assert any(line.split()[:2] == ["stop", "30"] for line in lines)
-    assert "9.jsonl, line 11 was skipped: It is half a line" in done.stderr
+    assert "9.jsonl: skipped line 11: Incomplete line" in done.stderr
 
 
-def test_stats_for_programs(dumps: Path, tmp_path: Path) -> None:
+@pytest.mark.process  # matplotlib lists the fonts of a new machine by a program
+def test_stats_as_json_and_plot(dumps: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["records", "stats", str(dumps), "--json", "--plot", str(tmp_path / "stats.png")])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -61,25 +63,36 @@ def test_stats_for_programs(dumps: Path, tmp_path: Path) -> None:
     assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_of_nothing(tmp_path: Path) -> None:
+def test_huge_step_does_not_break_the_plot(dumps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10**30, -(10**400)):
+        write_verl(dumps / f"huge-{len(str(step))}.jsonl", [{**verl_line(1), "step": step}])
+    done = CliRunner().invoke(app, ["records", "stats", str(dumps), "--plot", str(tmp_path / "stats.png")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
+    assert "Not plotted: 2 steps" in caplog.text
+
+
+@pytest.mark.process
+def test_stats_of_empty_or_missing_directory(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["records", "stats", str(tmp_path)])
     assert done.exit_code == 0
     assert done.stdout == f"0 samples of 0 steps in {tmp_path}\n"
     missing = toolroll("records", "stats", tmp_path / "nothing")
     assert missing.returncode == 2
-    assert "There is no directory" in missing.stderr
+    assert "No such directory" in missing.stderr
 
 
-def test_convert(dumps: Path, tmp_path: Path) -> None:
+def test_convert_to_parquet(dumps: Path, tmp_path: Path) -> None:
     out = tmp_path / "records.parquet"
     done = CliRunner().invoke(app, ["records", "convert", str(dumps), str(out)])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith(f"31 records in {out}, ")
-    assert done.stdout.endswith("left out: 1 line that can't be read\n")
+    assert done.stdout.endswith("; skipped 1 unreadable line\n")
     assert sorted(pd.read_parquet(out)["step"].unique()) == [8, 9, 10, 100]
 
 
-def test_what_is_not_installed_is_named(dumps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.process
+def test_missing_extra_is_named(dumps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolroll.errors import MissingExtra
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -93,7 +106,7 @@ def test_what_is_not_installed_is_named(dumps: Path, tmp_path: Path, monkeypatch
         assert "toolroll[records]" in str(done.exception)
 
 
-BARE = """
+NO_EXTRAS = """
 import sys
 
 for name in ("ray", "transformers", "renderers", "pyarrow", "matplotlib", "numpy", "pandas", "textual"):
@@ -105,12 +118,15 @@ main()
 """
 
 
-def test_stats_need_no_extra(dumps: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", BARE, dumps, "--json"], capture_output=True, text=True, timeout=60)
+@pytest.mark.process
+def test_stats_work_without_extras(dumps: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_EXTRAS, dumps, "--json"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["total"]["samples"] == 31
 
 
-def test_the_schema(root: Path) -> None:
+def test_schema_is_printed(root: Path) -> None:
     done = CliRunner().invoke(app, ["records", "schema"])
     assert done.stdout == (root / "docs/records.schema.json").read_text()

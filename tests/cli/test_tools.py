@@ -1,15 +1,16 @@
-"""`toolroll tools`, as typed in a shell."""
+"""Tests of `toolroll tools`, run as a command."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytestmark = pytest.mark.process
 
 LOUD = """
 from toolroll import tool
@@ -35,22 +36,22 @@ CUSTOM = "examples/custom_tool/tool_config.yaml"
 
 @pytest.fixture
 def toolroll(root: Path) -> Any:
-    def run(*words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         command = Path(sys.executable).with_name("toolroll")
         environment = {**os.environ, "COLUMNS": "100"}
         return subprocess.run(
-            [command, *words], capture_output=True, text=True, timeout=60, cwd=root, env=environment, **kwargs
+            [command, *arguments], capture_output=True, text=True, timeout=60, cwd=root, env=environment, **kwargs
         )
 
     return run
 
 
-def test_call_prints_what_the_issue_of_a_call_is(toolroll: Any) -> None:
-    done = toolroll(
+def test_call_prints_result_as_json(toolroll: Any) -> None:
+    completed = toolroll(
         "tools", "call", GSM8K, "calc_gsm8k_reward", '{"answer": "72"}', "--create", '{"ground_truth": "72"}', "--json"
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout) == {
         "response": {"text": "Current parsed answer='72' reward=1.0"},
         "reward": 0.0,
         "metrics": {},
@@ -58,13 +59,13 @@ def test_call_prints_what_the_issue_of_a_call_is(toolroll: Any) -> None:
     }
 
 
-def test_call_for_people_and_from_standard_input(toolroll: Any) -> None:
-    done = toolroll(
+def test_call_reads_arguments_from_stdin(toolroll: Any) -> None:
+    completed = toolroll(
         "tools", "call", CUSTOM, "pantry", "-", "--create", '{"eggs": 6}', input='{"item": "eggs", "count": 6}'
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "12 eggs stored"
-    assert "final reward 1.0" in done.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[0] == "12 eggs stored"
+    assert "final reward 1.0" in completed.stdout
 
 
 def test_list_and_schema(toolroll: Any) -> None:
@@ -82,62 +83,60 @@ def test_list_and_schema(toolroll: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "fault", "said"),
+    ("arguments", "status", "fault", "message"),
     [
         ((CUSTOM, "convert", '{"amount": 1, "unit": "pinch"}'), 1, "policy", "must be one of"),
-        ((CUSTOM, "convert", '{"amount": 1,'), 1, "policy", "not valid JSON"),
+        ((CUSTOM, "convert", '{"amount": 1,'), 1, "policy", "invalid JSON"),
         ((GSM8K, "calc_gsm8k_reward", '{"answer": "1"}'), 1, "infra", "ground_truth"),
     ],
 )
-def test_a_call_that_fails_says_whose_fault_it_is(
-    toolroll: Any, words: tuple[str, ...], status: int, fault: str, said: str
+def test_failed_call_prints_fault_and_message(
+    toolroll: Any, arguments: tuple[str, ...], status: int, fault: str, message: str
 ) -> None:
-    done = toolroll("tools", "call", *words, "--json")
-    assert done.returncode == status
-    answer = json.loads(done.stdout)
-    assert answer["fault"] == fault
-    assert said in answer["error"]
-    for_people = toolroll("tools", "call", *words)
-    assert for_people.returncode == status
-    assert said in for_people.stderr
+    completed = toolroll("tools", "call", *arguments, "--json")
+    assert completed.returncode == status
+    output = json.loads(completed.stdout)
+    assert output["fault"] == fault
+    assert message in output["error"]
+    without_json = toolroll("tools", "call", *arguments)
+    assert without_json.returncode == status
+    assert message in without_json.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
-        (("call", CUSTOM, "convertt", "{}"), "there is no tool 'convertt' (did you mean 'convert'?)"),
-        (("call", CUSTOM, "convert", "{}", "--create", "{"), "--create is not valid JSON"),
-        (("call", CUSTOM, "convert", "{}", "--create", "[]"), "--create must be a JSON object"),
-        (("list", "nowhere.yaml"), "nowhere.yaml: there is no such file"),
+        (("call", CUSTOM, "convertt", "{}"), "Unknown tool 'convertt'. Did you mean 'convert'?"),
+        (("call", CUSTOM, "convert", "{}", "--create", "{"), "--create: invalid JSON"),
+        (("call", CUSTOM, "convert", "{}", "--create", "[]"), "--create: expected a JSON object"),
+        (("list", "nowhere.yaml"), "nowhere.yaml: file not found"),
     ],
 )
-def test_what_cannot_be_begun_ends_with_2_and_one_line(toolroll: Any, words: tuple[str, ...], said: str) -> None:
-    done = toolroll("tools", *words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_invalid_input_exits_with_status_2(toolroll: Any, arguments: tuple[str, ...], message: str) -> None:
+    completed = toolroll("tools", *arguments)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
-def test_what_tools_print_does_not_get_into_the_answer(toolroll: Any, tmp_path: Path) -> None:
+def test_output_of_tool_goes_to_stderr(toolroll: Any, tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: loud.shout}]")
-    done = toolroll("tools", "call", str(tmp_path / "tools.yaml"), "shout", "--json")
-    assert json.loads(done.stdout)["response"] == {"text": "\ud800".encode("utf-8", "replace").decode()}
-    assert "loading" in done.stderr
-    assert "calling" in done.stderr
+    completed = toolroll("tools", "call", str(tmp_path / "tools.yaml"), "shout", "--json")
+    assert json.loads(completed.stdout)["response"] == {"text": "\ud800"}
+    assert "loading" in completed.stderr
+    assert "calling" in completed.stderr
 
 
-def test_an_interrupt_does_not_wait_for_a_sleeping_tool(root: Path, tmp_path: Path) -> None:
+def test_interrupt_does_not_wait_for_sync_tool(root: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: slow.nap}]")
     command = [Path(sys.executable).with_name("toolroll"), "tools", "call", tmp_path / "tools.yaml", "nap"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "asleep\n"
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert time.monotonic() - began < 10
+        assert process.wait(30) == 130
         assert "Traceback" not in process.stderr.read()
 
 
@@ -152,7 +151,7 @@ def test_doctor(toolroll: Any) -> None:
     assert checks["python"]["detail"].startswith("3.")
     assert {"toolroll", "ray", "transformers", "kernel"} <= checks.keys()
     for check in checks.values():
-        assert check["finding"] == "ok" or check["remedy"], f"{check['name']} says no remedy"
+        assert check["finding"] == "ok" or check["remedy"], f"{check['name']} has no remedy"
     shown = toolroll("doctor")
     assert shown.returncode == 0
     assert "python" in shown.stdout

@@ -1,4 +1,4 @@
-"""`toolroll view`, where there is no terminal."""
+"""`toolroll view` without a terminal."""
 
 import subprocess
 import sys
@@ -9,26 +9,27 @@ from toolroll.cli.app import main
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["nowhere"], "There is no directory nowhere"),
-        (["nowhere", "--web"], "There is no directory nowhere"),
+        (["nowhere"], "No such directory: nowhere"),
+        (["nowhere", "--web"], "No such directory: nowhere"),
         (["."], "The viewer needs a terminal"),
-        ([".", "--mask-str", "("], "is no regular expression"),
+        ([".", "--mask-str", "("], "Invalid regular expression"),
         ([], "Missing argument"),
     ],
 )
-def test_what_keeps_it_from_beginning_is_said(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_start_errors_are_reported(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["toolroll", "view", *words])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def test_without_the_extra_it_says_which() -> None:
+@pytest.mark.process
+def test_missing_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['textual'] = None; sys.argv = ['toolroll', 'view', '.']\n"
         "from toolroll.cli.app import main; main()"

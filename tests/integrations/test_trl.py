@@ -1,5 +1,4 @@
-"""In real TRL: two steps of the example with a real engine, real weights and the real sandbox; and what a damaged
-sample does to what is learnt."""
+"""Tests with real TRL: two steps of the example with a real engine and sandbox, and the effect of an infra fault."""
 
 import asyncio
 import json
@@ -13,45 +12,47 @@ import pytest
 from real_engine import RealEngine
 
 from integrations import trl_stage
-from toolroll.records.reader import read
+from toolroll.records.reader import read_records
 from toolroll.rollout.engines.sglang import SGLangEngine
 
+pytestmark = pytest.mark.trl
+
 IDS = [1, *range(300, 364)]
-"""Any tokens, to see by their probabilities whether the engine's weights are others."""
+"""Arbitrary tokens. Their log-probabilities show whether the engine's weights have changed."""
 
 
-async def look(engine: RealEngine) -> tuple[str | None, list[float]]:
-    """The version of the engine's weights, and what it makes of some tokens."""
-    async with SGLangEngine(engine.url) as asked:
-        one = await asked.generate("look", IDS, {"max_new_tokens": 1})
-        return one.weight_version, await asked.score(IDS)
+async def inspect_weights(engine: RealEngine) -> tuple[str | None, list[float]]:
+    """Return the version of the engine's weights, and its log-probabilities of `IDS`."""
+    async with SGLangEngine(engine.url) as client:
+        generation = await client.generate("inspect", IDS, {"max_new_tokens": 1})
+        return generation.weight_version, await client.score(IDS)
 
 
-async def give_back(engine: RealEngine) -> None:
-    async with SGLangEngine(engine.url) as asked:
-        await asked.update_weights(engine.model_dir, "default")
+async def restore_weights(engine: RealEngine) -> None:
+    async with SGLangEngine(engine.url) as client:
+        await client.update_weights(engine.model_dir, "default")
 
 
 @pytest.fixture(scope="module")
 def trained(sglang: RealEngine, sandbox_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two steps of train.py, and what was seen of them."""
-    folder = tmp_path_factory.mktemp("trl")
-    before = asyncio.run(look(sglang))
-    small = ["--steps", "2", "--problems", "2", "--samples", "4", "--out", folder / "out"]
-    where = ["--model", sglang.model_dir, "--engine", sglang.url, "--sandbox", sandbox_url]
+    """Results of two steps of train.py."""
+    directory = tmp_path_factory.mktemp("trl")
+    before = asyncio.run(inspect_weights(sglang))
+    size = ["--steps", "2", "--problems", "2", "--samples", "4", "--out", directory / "out"]
+    services = ["--model", sglang.model_dir, "--engine", sglang.url, "--sandbox", sandbox_url]
     program = trl_stage.SIDE / "two_steps.py"
     try:
-        said = trl_stage.run(
-            program, trl_stage.EXAMPLE / "train.py", folder / "seen.json", *small, *where, folder=folder
+        output = trl_stage.run(
+            program, trl_stage.EXAMPLE / "train.py", directory / "results.json", *size, *services, directory=directory
         )
-        after = asyncio.run(look(sglang))
+        after = asyncio.run(inspect_weights(sglang))
     finally:
-        asyncio.run(give_back(sglang))
-    seen = json.loads((folder / "seen.json").read_text())
-    return {**seen, "before": before, "after": after, "dumps": folder / "out" / "dumps", "said": said}
+        asyncio.run(restore_weights(sglang))
+    results = json.loads((directory / "results.json").read_text())
+    return {**results, "before": before, "after": after, "dumps": directory / "out" / "dumps", "output": output}
 
 
-def test_two_steps_move_the_weights(trained: dict[str, Any]) -> None:
+def test_two_steps_change_the_weights(trained: dict[str, Any]) -> None:
     steps = trained["log"][:2]
     assert any(step["grad_norm"] > 0 for step in steps), [step["reward_std"] for step in steps]
     assert trained["changed"] > 0.9
@@ -60,20 +61,20 @@ def test_two_steps_move_the_weights(trained: dict[str, Any]) -> None:
         assert (step["toolroll/stale_tokens"], step["toolroll/unknown_weights"], step["toolroll/left_out"]) == (0, 0, 0)
 
 
-def test_the_engine_samples_with_the_weights_of_the_step(trained: dict[str, Any]) -> None:
+def test_engine_samples_with_weights_of_step(trained: dict[str, Any]) -> None:
     versions: dict[int | None, set[str | None]] = {}
-    for record in read(trained["dumps"]):
+    for record in read_records(trained["dumps"]):
         assert record.tokens is not None
-        by = {span.weight_version for span in record.tokens.spans if span.author == "model"}
-        versions[record.step] = versions.get(record.step, set()) | by
+        used = {span.weight_version for span in record.tokens.spans if span.author == "model"}
+        versions[record.step] = versions.get(record.step, set()) | used
     assert versions == {1: {"step-0"}, 2: {"step-1"}}
-    assert trained["after"][0] == "step-2", "and has the last ones when it is over"
-    assert trained["served_is_the_last"]
-    assert trained["before"][1] != trained["after"][1], "they are others, not by name alone"
+    assert trained["after"][0] == "step-2", "the engine has the final weights"
+    assert trained["served_is_final"]
+    assert trained["before"][1] != trained["after"][1], "the weights differ, not only the version"
 
 
-def test_the_tools_ran_in_the_sandbox_and_groups_are_whole(trained: dict[str, Any]) -> None:
-    records = list(read(trained["dumps"]))
+def test_tools_ran_and_groups_are_complete(trained: dict[str, Any]) -> None:
+    records = list(read_records(trained["dumps"]))
     assert len(records) == 16
     ran = [call for record in records for call in record.calls if call.get("fault") is None]
     assert ran
@@ -91,36 +92,40 @@ def test_the_tools_ran_in_the_sandbox_and_groups_are_whole(trained: dict[str, An
         assert sum(scores) / len(scores) == pytest.approx(reward, abs=1e-4)  # type: ignore[arg-type]
 
 
-def test_the_log_probabilities_are_those_that_trl_computes(trained: dict[str, Any], say: Callable[[str], None]) -> None:
-    say(f"TRL's over the engine's probabilities, at T = 0.7: {trained['ratios']}")
+def test_log_probabilities_match_trl(trained: dict[str, Any], report_figure: Callable[[str], None]) -> None:
+    report_figure(f"Ratio of TRL's to the engine's probabilities at T = 0.7: {trained['ratios']}")
     for ratio in trained["ratios"]:
         assert ratio["tokens"] > 50
-        assert ratio["mean"] == pytest.approx(1.0, abs=0.05), "bfloat16 gives some hundredths"
-        assert ratio["apart"] < 0.1
+        assert ratio["mean"] == pytest.approx(1.0, abs=0.05), "bfloat16 causes errors of a few hundredths"
+        assert ratio["deviation"] < 0.1
 
 
-def test_the_run_can_be_drawn(trained: dict[str, Any], tmp_path: Path) -> None:
+def test_run_can_be_plotted(trained: dict[str, Any], tmp_path: Path) -> None:
     picture = tmp_path / "curve.png"
     subprocess.run([sys.executable, trl_stage.EXAMPLE / "plot.py", trained["dumps"], picture], check=True, timeout=120)
     assert picture.stat().st_size > 5000
 
 
-def test_nothing_is_left_open(trained: dict[str, Any]) -> None:
-    assert "Unclosed" not in trained["said"]
+def test_all_connections_are_closed(trained: dict[str, Any]) -> None:
+    assert "Unclosed" not in trained["output"]
 
 
-def test_a_damaged_sample_changes_neither_loss_nor_baseline(tmp_path: Path) -> None:
-    trl_stage.run(trl_stage.SIDE / "losses.py", tmp_path / "seen.json", folder=tmp_path)
-    seen = json.loads((tmp_path / "seen.json").read_text())
+def test_infra_fault_changes_neither_loss_nor_baseline(tmp_path: Path) -> None:
+    trl_stage.run(trl_stage.SIDE / "losses.py", tmp_path / "results.json", directory=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
     for name in ("dapo", "bnpo", "cispo", "vespo", "by batch", "two functions"):
-        case = seen[name]
-        assert case["learnt"] > 0.1
-        assert case["times"] == pytest.approx(1.0, abs=1e-5), f"{name}: the same is learnt with it as without it"
-        assert case["apart"] < 1e-5 * case["learnt"]
+        case = results[name]
+        assert case["update"] > 0.1
+        assert case["ratio"] == pytest.approx(1.0, abs=1e-5), (
+            f"{name}: the update is the same with and without the sample"
+        )
+        assert case["deviation"] < 1e-5 * case["update"]
         assert case["reward"][0] == case["reward"][1]
         assert case["left_out"] == 0.25
     for name in ("grpo", "dr_grpo", "sapo", "luspo"):
-        assert seen[name]["times"] == pytest.approx(0.75, abs=1e-4), "a mean of rows: the same direction, and smaller"
-        assert seen[name]["apart"] < 5e-4 * seen[name]["learnt"]
-    zero = seen["zero in place of None"]
-    assert zero["apart"] > 0.1 * zero["learnt"], "so it would be without"
+        assert results[name]["ratio"] == pytest.approx(0.75, abs=1e-4), (
+            "a mean over rows has the same direction and is smaller"
+        )
+        assert results[name]["deviation"] < 5e-4 * results[name]["update"]
+    zero = results["zero in place of None"]
+    assert zero["deviation"] > 0.1 * zero["update"], "a reward of 0 changes the update"

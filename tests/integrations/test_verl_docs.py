@@ -1,17 +1,21 @@
-"""What stands on the page about verl and in its example works as it stands. Their settings: test_verl.py."""
+"""Tests of the verl page and of its example. test_verl.py tests their settings."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import doc_page
+import pytest
 import yaml
 
 from integrations import verl_stage
 from toolroll import initialize_tools_from_config
-from toolroll.integrations.verl.settings import AgentSettings, limits_of
+from toolroll.errors import validate
+from toolroll.integrations.verl.settings import AgentSettings, resolve_limits
+
+pytestmark = pytest.mark.verl
 
 
-def test_the_files_of_the_example_load() -> None:
+def test_files_of_example_load() -> None:
     tools = initialize_tools_from_config(verl_stage.EXAMPLE / "tool_config.yaml")
     assert [tool.name for tool in tools] == ["code_interpreter", "calc_gsm8k_reward"]
     check_agent_loop(verl_stage.EXAMPLE / "agent_loop.yaml")
@@ -20,12 +24,12 @@ def test_the_files_of_the_example_load() -> None:
 def check_agent_loop(path: Path) -> None:
     (entry,) = yaml.safe_load(path.read_text())
     assert (entry.pop("name"), entry.pop("_target_")) == ("toolroll", "toolroll.integrations.verl.ToolrollAgentLoop")
-    settings = AgentSettings.read(entry)
-    limits_of({"prompt_length": 512, "response_length": 512, "multi_turn": {}}, settings.limits)
+    settings = validate(AgentSettings, entry, str(path))
+    resolve_limits({"prompt_length": 512, "response_length": 512, "multi_turn": {}}, settings.limits)
 
 
-def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """In verl's environment, where they are to be run."""
+def test_commands_of_page(tmp_path: Path) -> None:
+    """The commands run in verl's environment."""
     for file in ("prepare.py", "questions.jsonl"):
         (tmp_path / file).symlink_to(verl_stage.EXAMPLE / file)
     path = f"{Path(verl_stage.pythons()['0.9']).parent}:/usr/bin:/bin"
@@ -36,7 +40,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         assert doc_page.trimmed(printed) == doc_page.trimmed(command.output)
 
 
-def test_rows_of_the_example_are_as_verl_has_them() -> None:
+def test_rows_of_example_have_verl_format() -> None:
     spec = spec_from_file_location("prepare", verl_stage.EXAMPLE / "prepare.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The parts of the verl integration that need no verl: settings, rows, the engine over its servers, the reward."""
+"""Tests of the parts of the verl adapter that do not need verl: settings, rows, engine, rewards, records."""
 
 import asyncio
 import subprocess
@@ -14,31 +14,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolroll import ConfigError, Limits, Trajectory
-from toolroll.errors import EngineRefused, EngineUnavailable
+from toolroll.errors import EngineRefused, EngineUnavailable, validate
 from toolroll.integrations.verl import reward
-from toolroll.integrations.verl.recording import Recording
+from toolroll.integrations.verl.recording import RecordSink
 from toolroll.integrations.verl.sample import (
-    clean_kwargs,
-    fields_of,
+    count_turns,
+    generation_and_tool_seconds,
+    left_out_reason,
     masked_row,
-    rows_of,
-    seconds_of,
-    turns_of,
-    why_left_out,
+    sample_fields,
+    token_rows,
+    without_null_kwargs,
 )
-from toolroll.integrations.verl.server_engine import ServerEngine, finish_of
-from toolroll.integrations.verl.settings import AgentSettings, RewardWeights, limits_of
+from toolroll.integrations.verl.server_engine import VerlServerEngine, finish_type
+from toolroll.integrations.verl.settings import AgentSettings, RewardWeights, resolve_limits
 from toolroll.records import reader
-from toolroll.rollout.engines.engine import Finish, Timings
+from toolroll.rollout.engines.base import FinishType, GenerationTimings
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, Rewards, TurnRecord
 from toolroll.schemas import Message
 
-# What verl's config says
+pytestmark = pytest.mark.virtual_time
+
+# Settings
 
 
 def rollout_config(**turns: Any) -> dict[str, Any]:
-    """verl's defaults."""
+    """Return verl's default config."""
     multi_turn = {
         "max_assistant_turns": None,
         "max_user_turns": None,
@@ -54,62 +56,62 @@ def rollout_config(**turns: Any) -> dict[str, Any]:
     }
 
 
-def test_verls_keys_are_the_limits() -> None:
-    limits = limits_of(rollout_config(), {})
+def test_limits_from_verl_config() -> None:
+    limits = resolve_limits(rollout_config(), {})
     assert (limits.max_prompt_len, limits.max_response_len, limits.max_seq_len) == (512, 1024, None)
-    assert limits.max_assistant_turns == 1024, "no limit of its own: a turn has a token at least"
+    assert limits.max_assistant_turns == 1024, "without a limit, each turn has at least one token"
     assert limits.max_parallel_calls == 1
-    assert (limits.max_tool_response_tokens, limits.cut_tool_response) == (64, "middle")
-    assert limits.call_timeout == Limits().call_timeout, "verl has none"
+    assert (limits.max_tool_response_tokens, limits.tool_response_truncate_side) == (64, "middle")
+    assert limits.call_timeout == Limits().call_timeout, "verl has no such limit"
 
 
 @pytest.mark.parametrize(
-    ("turns", "most"),
+    ("turns", "expected"),
     [
         ({"max_assistant_turns": 5}, 5),
         ({"max_user_turns": 3}, 4),
         ({"max_assistant_turns": 2, "max_user_turns": 3}, 2),
     ],
 )
-def test_turns_are_limited_as_verl_limits_them(turns: dict[str, int], most: int) -> None:
-    assert limits_of(rollout_config(**turns), {}).max_assistant_turns == most
+def test_turn_limits(turns: dict[str, int], expected: int) -> None:
+    assert resolve_limits(rollout_config(**turns), {}).max_assistant_turns == expected
 
 
-@pytest.mark.parametrize(("side", "cut"), [("left", "start"), ("right", "end"), ("middle", "middle")])
-def test_the_side_that_is_cut_off(side: str, cut: str) -> None:
-    assert limits_of(rollout_config(tool_response_truncate_side=side), {}).cut_tool_response == cut
+@pytest.mark.parametrize(("verl_side", "side"), [("left", "start"), ("right", "end"), ("middle", "middle")])
+def test_truncate_side(verl_side: str, side: str) -> None:
+    assert resolve_limits(rollout_config(tool_response_truncate_side=verl_side), {}).tool_response_truncate_side == side
 
 
-def test_a_limit_of_ours_goes_before_verls() -> None:
-    limits = limits_of(rollout_config(), {"max_tool_response_tokens": 99, "call_timeout": 7})
+def test_own_limits_override_verl() -> None:
+    limits = resolve_limits(rollout_config(), {"max_tool_response_tokens": 99, "call_timeout": 7})
     assert (limits.max_tool_response_tokens, limits.call_timeout) == (99, 7)
-    with pytest.raises(ConfigError, match=r"limits: there is no key 'call_timeot' \(did you mean 'call_timeout'\?\)"):
-        limits_of(rollout_config(), {"call_timeot": 7})
+    with pytest.raises(ConfigError, match=r"limits: unknown key 'call_timeot' \(did you mean 'call_timeout'\?\)"):
+        resolve_limits(rollout_config(), {"call_timeot": 7})
 
 
-def test_settings_are_checked() -> None:
-    assert AgentSettings.read({}).rewards is None
-    assert AgentSettings.read({"rewards": {"steps": 0.5}}).rewards == RewardWeights(steps=0.5)
-    with pytest.raises(ConfigError, match="there is no key 'limit'"):
-        AgentSettings.read({"limit": {}})
+def test_settings_are_validated() -> None:
+    assert validate(AgentSettings, {}, "settings").rewards is None
+    assert validate(AgentSettings, {"rewards": {"steps": 0.5}}, "settings").rewards == RewardWeights(steps=0.5)
+    with pytest.raises(ConfigError, match="unknown key 'limit'"):
+        validate(AgentSettings, {"limit": {}}, "settings")
 
 
-# What verl gets
+# Token rows
 
 
 def stream(prompt: list[int], *parts: list[int]) -> TokenStream:
-    """A stream in which the model and the tools write by turns."""
-    made = TokenStream(prompt)
+    """Return a token stream in which the model and the tools alternate."""
+    tokens = TokenStream(prompt)
     for number, ids in enumerate(parts):
         if number % 2:
-            made.given(ids, turn=number // 2)
+            tokens.append_unsampled(ids, turn=number // 2)
         else:
-            made.sampled(ids, [-0.5] * len(ids), turn=number // 2)
-    return made
+            tokens.append_sampled(ids, [-0.5] * len(ids), turn=number // 2)
+    return tokens
 
 
 def trajectory(tokens: TokenStream, earlier: list[TokenStream] | None = None, **more: Any) -> Trajectory:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "outcome": "ok",
         "finish_reason": FinishReason.STOP,
         "rewards": Rewards(total=1.0, steps=(0.5,), tools={"count": 0.5}),
@@ -125,27 +127,27 @@ def trajectory(tokens: TokenStream, earlier: list[TokenStream] | None = None, **
         tokens=tokens,
         earlier=earlier or [],
         fidelity=Fidelity.RERENDERED if earlier else Fidelity.EXACT,
-        logprobs_of="scaled",
+        logprobs_mode="processed_logprobs",
         seconds=1.0,
         extra={},
-        **given,
+        **fields,
     )
 
 
-def test_a_row_is_the_stream_split_where_the_prompt_ends() -> None:
-    (row,) = rows_of(trajectory(stream([1, 2], [3, 4], [5], [6])), response_length=10, logprobs=True)
+def test_row_is_split_at_end_of_prompt() -> None:
+    (row,) = token_rows(trajectory(stream([1, 2], [3, 4], [5], [6])), response_length=10, logprobs=True)
     assert (row.prompt_ids, row.response_ids, row.response_mask) == ([1, 2], [3, 4, 5, 6], [1, 1, 0, 1])
     assert row.response_logprobs == [-0.5, -0.5, 0.0, -0.5]
 
 
-def test_an_answer_of_a_tool_that_didnt_fit_is_cut_off() -> None:
-    (row,) = rows_of(trajectory(stream([1], [2, 3], [4, 5, 6, 7])), response_length=4, logprobs=False)
+def test_tool_response_beyond_limit_is_truncated() -> None:
+    (row,) = token_rows(trajectory(stream([1], [2, 3], [4, 5, 6, 7])), response_length=4, logprobs=False)
     assert (row.response_ids, row.response_mask, row.response_logprobs) == ([2, 3, 4, 5], [1, 1, 0, 0], None)
 
 
-def test_what_was_written_anew_is_part_of_the_response_and_masked() -> None:
+def test_rerendered_turns_are_masked_response() -> None:
     before, after = stream([1, 2], [3, 4], [5]), stream([1, 2, 30, 40, 5, 6], [7, 8])
-    first, last = rows_of(trajectory(after, [before]), response_length=10, logprobs=True)
+    first, last = token_rows(trajectory(after, [before]), response_length=10, logprobs=True)
     assert (first.prompt_ids, first.response_ids) == ([1, 2], [3, 4, 5])
     assert (last.prompt_ids, last.response_ids) == ([1, 2], [30, 40, 5, 6, 7, 8])
     assert last.response_mask == [0, 0, 0, 0, 1, 1]
@@ -157,14 +159,14 @@ def test_what_was_written_anew_is_part_of_the_response_and_masked() -> None:
     st.integers(1, 20),
     st.booleans(),
 )
-def test_rows_are_of_one_length_and_a_masked_one_has_nothing_to_learn_in(
-    parts: list[list[int]], longest: int, logprobs: bool
+def test_rows_have_equal_lengths_and_masked_rows_no_mask(
+    parts: list[list[int]], response_length: int, logprobs: bool
 ) -> None:
     one = trajectory(stream(parts[0], *parts[1:]))
-    kinds: dict[str, Any] = {"response_length": longest, "logprobs": logprobs}
-    masked = masked_row(one, prompt_length=4, filler=7, **kinds)
-    for row in (*rows_of(one, **kinds), masked):
-        assert len(row.response_ids) == len(row.response_mask) <= longest
+    options: dict[str, Any] = {"response_length": response_length, "logprobs": logprobs}
+    masked = masked_row(token_rows(one, **options)[-1], prompt_length=4, filler=7)
+    for row in (*token_rows(one, **options), masked):
+        assert len(row.response_ids) == len(row.response_mask) <= response_length
         assert (row.response_logprobs is not None) == logprobs
         assert row.response_logprobs is None or len(row.response_logprobs) == len(row.response_ids)
     assert not any(masked.response_mask)
@@ -172,35 +174,40 @@ def test_rows_are_of_one_length_and_a_masked_one_has_nothing_to_learn_in(
     assert masked.response_ids
 
 
-def test_a_trajectory_without_anything_has_a_masked_row_all_the_same() -> None:
-    row = masked_row(trajectory(TokenStream([])), prompt_length=4, response_length=8, logprobs=True, filler=7)
+def test_empty_trajectory_has_masked_row() -> None:
+    (empty,) = token_rows(trajectory(TokenStream([])), response_length=8, logprobs=True)
+    row = masked_row(empty, prompt_length=4, filler=7)
     assert (row.prompt_ids, row.response_ids, row.response_mask, row.response_logprobs) == ([7], [7], [0], [0.0])
 
 
-def test_who_is_left_out() -> None:
-    written = stream([1], [2])
-    assert why_left_out(trajectory(written)) is None
-    broken = trajectory(written, outcome="infra", finish_reason=FinishReason.INFRA, error="the sandbox is gone")
-    assert why_left_out(broken) == "the sandbox is gone"
-    aborted = trajectory(written, outcome="infra", finish_reason=FinishReason.ABORTED)
-    assert why_left_out(aborted) == "it ended as aborted"
-    assert "written nothing" in str(why_left_out(trajectory(stream([1]), finish_reason=FinishReason.DEADLINE)))
-    assert why_left_out(trajectory(written, finish_reason=FinishReason.DEADLINE)) is None
-    unknown = trajectory(written, rewards=Rewards(total=None, steps=(0.0,)))
-    assert why_left_out(unknown) is None, "verl's reward loop gives the score"
-    assert "reward function" in str(why_left_out(unknown, scored=True))
+def test_exclusion_reasons() -> None:
+    sampled = stream([1], [2])
+    assert left_out_reason(trajectory(sampled)) is None
+    broken = trajectory(sampled, outcome="infra", finish_reason=FinishReason.INFRA, error="the sandbox is gone")
+    assert left_out_reason(broken) == "the sandbox is gone"
+    aborted = trajectory(sampled, outcome="infra", finish_reason=FinishReason.ABORTED)
+    assert left_out_reason(aborted) == "infra fault (finish_reason=aborted)"
+    assert "no tokens were sampled" in str(
+        left_out_reason(trajectory(stream([1]), finish_reason=FinishReason.DEADLINE))
+    )
+    assert left_out_reason(trajectory(sampled, finish_reason=FinishReason.DEADLINE)) is None
+    unknown = trajectory(sampled, rewards=Rewards(total=None, steps=(0.0,)))
+    assert left_out_reason(unknown) is None, "verl's reward loop computes the score"
+    assert "reward function" in str(left_out_reason(unknown, needs_reward=True))
 
 
-def test_a_trajectory_that_was_rendered_anew_before_the_model_wrote_again_is_kept() -> None:
-    assert why_left_out(trajectory(stream([1, 2, 3]), [stream([1], [2])])) is None
+def test_rerendered_trajectory_with_earlier_tokens_is_kept() -> None:
+    assert left_out_reason(trajectory(stream([1, 2, 3]), [stream([1], [2])])) is None
 
 
-def test_fields_and_times() -> None:
+def test_fields_and_durations() -> None:
     def call(turn: int, seconds: float, reward: float | None) -> CallRecord:
         return CallRecord(turn=turn, tool="t", arguments={}, answer="", seconds=seconds, reward=reward)
 
     def turn(seconds: float) -> TurnRecord:
-        return TurnRecord(turn=0, tokens=1, finish="stop", weight_version=None, timings=Timings(total=seconds))
+        return TurnRecord(
+            turn=0, tokens=1, finish="stop", weight_version=None, timings=GenerationTimings(total=seconds)
+        )
 
     roles: Any = ["system", "user", "assistant", "tool", "tool", "assistant"]
     one = trajectory(
@@ -209,38 +216,38 @@ def test_fields_and_times() -> None:
         turns=[turn(2.0), turn(1.0)],
         messages=[Message(role=role, content="") for role in roles],
     )
-    fields = fields_of(one, None)
+    fields = sample_fields(one, None)
     assert fields["turn_scores"] == [0.5]
     assert fields["tool_rewards"] == [0.25, -1.0]
     assert fields["toolroll"]["tools"] == {"count": 0.5}
-    assert seconds_of(one) == (3.0, 3.5)
-    assert turns_of(one, prompt_messages=2) == 4
+    assert generation_and_tool_seconds(one) == (3.0, 3.5)
+    assert count_turns(one, prompt_messages=2) == 4
 
 
-def test_what_parquet_put_in_is_taken_out() -> None:
-    given = {"a": {"create_kwargs": {"x": None, "y": 1}, "execute_kwargs": None}, "b": None}
-    assert clean_kwargs(given) == {"a": {"create_kwargs": {"x": None, "y": 1}}}
-    assert clean_kwargs(None) == {}
+def test_nulls_of_parquet_are_removed() -> None:
+    kwargs = {"a": {"create_kwargs": {"x": None, "y": 1}, "execute_kwargs": None}, "b": None}
+    assert without_null_kwargs(kwargs) == {"a": {"create_kwargs": {"x": None, "y": 1}}}
+    assert without_null_kwargs(None) == {}
 
 
-# The engine
+# Engine
 
 
 @dataclass
 class Servers:
-    """verl's client, as far as the engine asks it."""
+    """Fake of verl's client."""
 
     ids: list[int] = field(default_factory=lambda: [5, 6, 2])
     reason: str | None = "stop"
     logprobs: list[float] | None = field(default_factory=lambda: [-0.1, -0.2, -0.3])
-    told: dict[str, Any] = field(default_factory=lambda: {"global_steps": 3})
+    extra_fields: dict[str, Any] = field(default_factory=lambda: {"global_steps": 3})
     delay: float = 0.0
     error: Exception | None = None
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     cancelled: int = 0
 
-    async def generate(self, **given: Any) -> Any:
-        self.asked.append(given)
+    async def generate(self, **request: Any) -> Any:
+        self.requests.append(request)
         try:
             await asyncio.sleep(self.delay)
         except asyncio.CancelledError:
@@ -254,88 +261,90 @@ class Servers:
             stop_reason=self.reason,
             num_preempted=1,
             routed_experts=None,
-            extra_fields=self.told,
+            extra_fields=self.extra_fields,
         )
 
 
 PARAMS = {"temperature": 1.0, "logprobs": True, "max_new_tokens": 9, "stop_token_ids": (2,)}
 
 
-async def test_the_servers_are_asked_as_verls_own_loops_ask_them() -> None:
+async def test_requests_and_statistics_of_engine() -> None:
     servers = Servers()
-    engine = ServerEngine(servers, "session-1")
+    engine = VerlServerEngine(servers, "session-1")
     generation = await engine.generate("r-0", [1, 2], PARAMS)
-    assert servers.asked == [
+    assert servers.requests == [
         {"request_id": "session-1", "prompt_ids": [1, 2], "sampling_params": {**PARAMS, "stop_token_ids": [2]}}
     ]
-    assert (generation.ids, generation.logprobs, generation.finish) == ([5, 6, 2], [-0.1, -0.2, -0.3], Finish.STOP)
+    assert (generation.ids, generation.logprobs, generation.finish) == ([5, 6, 2], [-0.1, -0.2, -0.3], FinishType.STOP)
     assert generation.weight_version == "3"
-    servers.told = {"global_steps": 9, "min_global_steps": 4, "max_global_steps": 5, "spec_num_draft_tokens": 7}
+    servers.extra_fields = {"global_steps": 9, "min_global_steps": 4, "max_global_steps": 5, "spec_num_draft_tokens": 7}
     await engine.generate("r-1", [1, 2, 5, 6, 2], PARAMS)
     await engine.generate("r-2", [1, 2, 5, 6, 2], PARAMS)
-    assert engine.steps == (3, 5), "the first weights, and the last"
-    assert (engine.preempted, engine.counted) == (3, {"spec_num_draft_tokens": 14})
+    assert engine.steps == (3, 5), "first and last weight version"
+    assert (engine.preempted, engine.counters) == (3, {"spec_num_draft_tokens": 14})
 
 
 @pytest.mark.parametrize(
     ("reason", "ids", "finish"),
     [
-        ("stop", [5], Finish.STOP),
-        ("length", [5, 2], Finish.LENGTH),
-        ("abort", [5], Finish.ABORT),
-        ("aborted", [], Finish.ABORT),
-        ("completed", [5, 2], Finish.STOP),
-        ("completed", [5], Finish.LENGTH),
-        (None, [5, 2], Finish.STOP),
-        (None, [], Finish.LENGTH),
+        ("stop", [5], FinishType.STOP),
+        ("length", [5, 2], FinishType.LENGTH),
+        ("abort", [5], FinishType.ABORT),
+        ("aborted", [], FinishType.ABORT),
+        ("completed", [5, 2], FinishType.STOP),
+        ("completed", [5], FinishType.LENGTH),
+        (None, [5, 2], FinishType.STOP),
+        (None, [], FinishType.LENGTH),
     ],
 )
-def test_why_a_server_stopped(reason: str | None, ids: list[int], finish: Finish) -> None:
-    assert finish_of(reason, ids, [2]) is finish
+def test_finish_type(reason: str | None, ids: list[int], finish: FinishType) -> None:
+    assert finish_type(reason, ids, [2]) is finish
 
 
-async def test_log_probabilities_come_if_they_are_wanted_and_only_then() -> None:
-    plain = {**PARAMS, "logprobs": False}
-    for given_ in ([-0.1, -0.2, -0.3], [], None):
-        assert (await ServerEngine(Servers(logprobs=given_), "s").generate("r", [1], plain)).logprobs is None
-    for given_ in ([], None, [-0.1]):
+async def test_logprobs_are_returned_only_if_requested() -> None:
+    without_logprobs = {**PARAMS, "logprobs": False}
+    for logprobs in ([-0.1, -0.2, -0.3], [], None):
+        assert (
+            await VerlServerEngine(Servers(logprobs=logprobs), "s").generate("r", [1], without_logprobs)
+        ).logprobs is None
+    for logprobs in ([], None, [-0.1]):
         with pytest.raises(EngineUnavailable, match=r"log-probabilities"):
-            await ServerEngine(Servers(logprobs=given_), "s").generate("r", [1], PARAMS)
-    aborted = await ServerEngine(Servers(reason="aborted", logprobs=[-0.1]), "s").generate("r", [1], PARAMS)
-    assert (aborted.ids, aborted.logprobs) == ([5], [-0.1]), "an abort may come between the two"
+            await VerlServerEngine(Servers(logprobs=logprobs), "s").generate("r", [1], PARAMS)
+    aborted = await VerlServerEngine(Servers(reason="aborted", logprobs=[-0.1]), "s").generate("r", [1], PARAMS)
+    assert (aborted.ids, aborted.logprobs) == ([5], [-0.1]), "an abort may truncate the log-probabilities"
 
 
-async def test_an_aborted_call_ends_at_once_and_says_that_nothing_is_known() -> None:
+async def test_aborted_call_ends_without_ids() -> None:
     servers = Servers(delay=30)
-    engine = ServerEngine(servers, "s")
+    engine = VerlServerEngine(servers, "s")
     call = asyncio.create_task(engine.generate("r", [1], PARAMS))
     await asyncio.sleep(0.01)
     await engine.abort("other")
     await engine.abort("r")
     generation = await asyncio.wait_for(call, 2)
-    assert (generation.ids, generation.finish) == ([], Finish.ABORT)
-    assert "isn't known" in str(generation.problem)
+    assert (generation.ids, generation.finish) == ([], FinishType.ABORT)
+    assert "are unknown" in str(generation.problem)
     await asyncio.sleep(0)
     assert servers.cancelled == 1
 
 
-async def test_a_server_that_says_nothing_is_the_infrastructures_fault() -> None:
-    with pytest.raises(EngineUnavailable, match="no answer"):
-        await ServerEngine(Servers(delay=30), "s").generate("r", [1], PARAMS, deadline=time.monotonic() + 0.05)
+async def test_silent_server_is_infra_fault() -> None:
+    with pytest.raises(EngineUnavailable, match="did not respond"):
+        await VerlServerEngine(Servers(delay=30), "s").generate("r", [1], PARAMS, deadline=time.monotonic() + 0.05)
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [(RuntimeError("a worker died\n  somewhere"), EngineUnavailable), (ValueError("too long"), EngineRefused)],
 )
-async def test_what_a_server_raises_is_the_infrastructures_fault(error: Exception, kind: type[Exception]) -> None:
+async def test_server_error_is_infra_fault(error: Exception, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"somewhere|too long"):
-        await ServerEngine(Servers(error=error), "s").generate("r", [1], PARAMS)
+        await VerlServerEngine(Servers(error=error), "s").generate("r", [1], PARAMS)
 
 
-async def test_who_gives_up_takes_the_call_along() -> None:
+async def test_cancelled_call_cancels_request() -> None:
     servers = Servers(delay=30)
-    call = asyncio.create_task(ServerEngine(servers, "s").generate("r", [1], PARAMS))
+    call = asyncio.create_task(VerlServerEngine(servers, "s").generate("r", [1], PARAMS))
     await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -344,10 +353,10 @@ async def test_who_gives_up_takes_the_call_along() -> None:
     assert servers.cancelled == 1
 
 
-# The reward
+# Rewards
 
 
-async def test_a_score_that_cant_be_had_is_raised_and_never_0(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_score_is_raised_and_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
     scores: list[float | None] = [0.25, None]
 
     async def score(*_: Any, **__: Any) -> float | None:
@@ -355,63 +364,67 @@ async def test_a_score_that_cant_be_had_is_raised_and_never_0(monkeypatch: pytes
 
     monkeypatch.setattr(reward.code, "compute_score_async", score)
     assert await reward.compute_score_async("sums", "print(1)", {}) == 0.25
-    with pytest.raises(reward.ScoreUnavailable, match="there is no score"):
+    with pytest.raises(reward.ScoreUnavailable, match="could not be computed"):
         await reward.compute_score_async("sums", "print(1)", {})
 
 
-async def test_a_reward_function_of_verls_is_told_the_same_by_our_loop() -> None:
-    told: dict[str, Any] = {}
+async def test_verl_reward_function_gets_same_arguments() -> None:
+    received: dict[str, Any] = {}
 
-    def blocking(**given: Any) -> dict[str, Any]:
-        told.update(given)
+    def blocking(**arguments: Any) -> dict[str, Any]:
+        received.update(arguments)
         return {"score": 0.75, "acc": True}
 
-    async def unsure(**_: Any) -> None:
+    async def without_score(**_: Any) -> None:
         return None
 
     one = trajectory(stream([1], [2, 3]))
     one.extra = {"data_source": "sums", "reward_model": {"ground_truth": "5"}, "extra_info": {"index": 3}}
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"{list(ids)}")
-    functions: list[Any] = [reward.as_reward_function(function, tokenizer) for function in (blocking, unsure)]
+    functions: list[Any] = [reward.adapt_reward_function(function, tokenizer) for function in (blocking, without_score)]
     assert [await function(one) for function in functions] == [0.75, None]
-    assert (told["data_source"], told["solution_str"], told["ground_truth"]) == ("sums", "[2, 3]", "5")
-    assert told["extra_info"] == {"index": 3, **fields_of(one, None)}
+    assert (received["data_source"], received["solution_str"], received["ground_truth"]) == ("sums", "[2, 3]", "5")
+    assert received["extra_info"] == {"index": 3, **sample_fields(one, None)}
 
 
-async def test_nobody_asks_the_sandbox_about_a_sample_that_was_left_out() -> None:
-    told = {"toolroll": {"left_out": "the sandbox is gone"}}
-    assert await reward.compute_score_async("sums", "print(1)", {}, told, sandbox_fusion_url="http://127.0.0.1:1") == 0
-    assert reward.compute_score("sums", "print(1)", {}, told, sandbox_fusion_url="http://127.0.0.1:1") == 0
+async def test_excluded_sample_is_not_sent_to_sandbox() -> None:
+    extra_info = {"toolroll": {"left_out": "the sandbox is gone"}}
+    assert (
+        await reward.compute_score_async("sums", "print(1)", {}, extra_info, sandbox_fusion_url="http://127.0.0.1:1")
+        == 0
+    )
+    assert reward.compute_score("sums", "print(1)", {}, extra_info, sandbox_fusion_url="http://127.0.0.1:1") == 0
 
 
 # Records
 
 
-async def test_records_are_beside_verls_dump(tmp_path: Path) -> None:
-    recording = Recording(str(tmp_path), lambda ids: " ".join(map(str, ids)))
-    await recording.write(trajectory(stream([1, 2], [3])), step=5)
-    (folder,) = (tmp_path / "toolroll").iterdir()
-    assert [file.name for file in folder.iterdir()] == ["5.jsonl"]
-    (record,) = reader.read(tmp_path / "toolroll")
+async def test_records_are_written_next_to_verl_dump(tmp_path: Path) -> None:
+    sink = RecordSink(str(tmp_path), lambda ids: " ".join(map(str, ids)))
+    await sink.write(trajectory(stream([1, 2], [3])), step=5)
+    (directory,) = (tmp_path / "toolroll").iterdir()
+    assert [file.name for file in directory.iterdir()] == ["5.jsonl"]
+    (record,) = reader.read_records(tmp_path / "toolroll")
     assert (record.step, record.input, record.output) == (5, "1 2", "3")
 
 
-async def test_a_record_that_cant_be_written_costs_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recording = Recording(str(tmp_path), lambda ids: str(1 / 0))
-    await recording.write(trajectory(stream([1], [2])), step=1)
+async def test_failed_record_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = RecordSink(str(tmp_path), lambda ids: str(1 / 0))
+    await sink.write(trajectory(stream([1], [2])), step=1)
     assert "could not be written" in caplog.text
 
 
-async def test_without_a_dump_of_verls_there_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_records_without_rollout_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    await Recording(None, str).write(trajectory(stream([1], [2])), step=1)
+    await RecordSink(None, str).write(trajectory(stream([1], [2])), step=1)
     assert not list(tmp_path.iterdir())
 
 
 # Without verl
 
 
-def test_without_verl_the_extra_that_brings_it_is_named() -> None:
+@pytest.mark.process
+def test_missing_verl_names_extra() -> None:
     program = "import sys\nsys.modules['verl'] = None\nfrom toolroll.integrations.verl import ToolrollAgentLoop"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "pip install 'toolroll[verl]'" in done.stderr
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "pip install 'toolroll[verl]'" in completed.stderr

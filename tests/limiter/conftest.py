@@ -1,4 +1,4 @@
-"""A counting server, and processes that load it."""
+"""Fixtures: a server that counts concurrent requests, and processes that send requests to it."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 class Server:
-    """The counting server, seen from here."""
+    """Client of the counting server."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port
@@ -24,6 +24,15 @@ class Server:
     def stats(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"http://{self.address[0]}:{self.address[1]}/stats", timeout=20) as answer:
             return dict(json.load(answer))
+
+    def levels(self, name: str | None = None) -> list[tuple[float, int]]:
+        """Return the number of concurrent requests at each change, of one process or of all."""
+        level, levels = 0, []
+        for moment, by, change in self.stats()["events"]:
+            if name in (None, by):
+                level += change
+                levels.append((moment, level))
+        return levels
 
 
 @pytest.fixture
@@ -40,7 +49,7 @@ def server() -> Iterator[Server]:
 
 
 class Load:
-    """A process that loads the server, from when it is ready until its seconds after `go` are over."""
+    """A process that sends requests to the server, until its duration after `go` has elapsed."""
 
     def __init__(self, process: "subprocess.Popen[str]", name: str) -> None:
         self.process, self.name = process, name
@@ -55,7 +64,7 @@ class Load:
         self.process.stdin.flush()
 
     def kill(self) -> float:
-        """kill -9, and when that was."""
+        """Send SIGKILL and return the time."""
         self.process.kill()
         return time.time()
 
@@ -65,7 +74,7 @@ class Load:
         return dict(json.loads(out.strip().splitlines()[-1]))
 
 
-DEFAULTS = {"limit": 32, "concurrency": 32, "ms": 20, "hold": 0.4, "patience": 30, "seconds": 5, "ttl": 10.0}
+DEFAULTS = {"limit": 32, "concurrency": 32, "ms": 100, "hold": 5.0, "patience": 30, "seconds": 5, "ttl": 10.0}
 
 
 @pytest.fixture
@@ -86,7 +95,7 @@ def load(cluster: str, server: Server, request: pytest.FixtureRequest) -> Iterat
         return started[-1]
 
     yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+        running.process.communicate()

@@ -1,10 +1,10 @@
-"""A sandbox that counts: an HTTP server, on the standard library alone, that shares no code with the limiter.
+"""HTTP server that counts concurrent requests, in place of a sandbox. Shares no code with the limiter.
 
     python counting_server.py HOST PORT
 
-`GET /work?ms=20&by=NAME&until=EPOCH` takes 20 ms, whether or not the caller still listens, as a sandbox goes on with
-what it has begun; one that arrives after `until` is refused. `GET /stats` tells the most that were ever in flight at
-once, and who began and ended when.
+`GET /work?ms=20&by=NAME&until=EPOCH` takes 20 ms, even if the client disconnects, like a sandbox that completes a
+running program. A request that would end after `until` is rejected. `GET /stats` returns the maximum number of
+concurrent requests, and the start and end of each.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ import time
 from collections import Counter
 from urllib.parse import parse_qsl, urlsplit
 
-in_flight = most = refused = 0
+in_flight = max_in_flight = rejected = 0
 done: Counter[str] = Counter()
 events: list[tuple[float, str, int]] = []
 
 
 async def work(query: dict[str, str]) -> None:
-    global in_flight, most
+    global in_flight, max_in_flight
     in_flight += 1
-    most = max(most, in_flight)
+    max_in_flight = max(max_in_flight, in_flight)
     events.append((time.time(), query["by"], 1))
     await asyncio.sleep(float(query["ms"]) / 1000)
     in_flight -= 1
@@ -31,17 +31,16 @@ async def work(query: dict[str, str]) -> None:
 
 
 async def answer(path: str) -> tuple[int, str]:
-    global refused
+    global rejected
     url = urlsplit(path)
     query = dict(parse_qsl(url.query))
     if url.path == "/stats":
-        return 200, json.dumps(
-            {"in_flight": in_flight, "most": most, "refused": refused, "done": done, "events": events}
-        )
-    if float(query["until"]) < time.time():
-        refused += 1
+        counts = {"in_flight": in_flight, "max_in_flight": max_in_flight, "rejected": rejected}
+        return 200, json.dumps({**counts, "done": done, "events": events})
+    if float(query["until"]) < time.time() + float(query["ms"]) / 1000:
+        rejected += 1
         return 408, "late"
-    # A task of its own: it goes on if the connection breaks.
+    # A separate task, which continues if the connection breaks.
     await asyncio.shield(asyncio.create_task(work(query)))
     return 200, "done"
 

@@ -1,9 +1,9 @@
-"""A process that uses the limiter as a rollout would: many coroutines, each a slot, each an HTTP request in it.
+"""Use the limiter like a rollout: many coroutines, each of which acquires a slot and sends an HTTP request in it.
 
     python load.py '{"resource": …, "limit": …, "server": [host, port], "name": …, "concurrency": …, "ms": …, …}'
 
-Prints `ready` when it is under way and watched. Its seconds count from the line that it is sent then, so that several
-end together however long each took to begin. At the end, one JSON line of what it did.
+Prints `ready` when requests are being sent and the process is watched. Its duration starts when it then receives a
+line, so that several processes end together. At the end it prints its counts as one JSON line.
 """
 
 import asyncio
@@ -15,14 +15,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine
 from math import inf
 from typing import Any
 
 import ray
 
+from toolroll._internal.cancellation import finish_despite_cancellation
 from toolroll.errors import LimiterUnavailable, SlotTimeout
 from toolroll.limiter.cluster import ClusterLimiter
+from toolroll.limiter.slot_queue import Slot
 
 outcomes: Counter[str] = Counter()
 connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -30,8 +31,11 @@ longest_gap = last_done = 0.0
 ends = inf
 
 
-async def request(job: dict[str, Any], until: float) -> str:
-    """One request on a kept connection; as a client with a deadline would do it."""
+async def request(job: dict[str, Any], slot: Slot) -> str:
+    """Send one request that ends before its slot expires, on a pooled connection."""
+    now = time.time()  # before the other clock: the process may be suspended in between
+    until = now + slot.expires_at - time.monotonic()
+    await asyncio.sleep(job.get("pause", 0.0))
     reader, writer = connections.pop() if connections else await asyncio.open_connection(*job["server"])
     path = f"/work?ms={job['ms']}&by={job['name']}&until={until}"
     writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
@@ -43,25 +47,15 @@ async def request(job: dict[str, Any], until: float) -> str:
         writer.close()
         raise
     connections.append((reader, writer))
-    return "done" if b" 200 " in head else "refused"
-
-
-async def finished(work: Coroutine[Any, Any, str]) -> str:
-    """What the work gives. If this is cancelled, it waits for the work first: a slot is in use as long as that runs."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    return "done" if b" 200 " in head else "rejected"
 
 
 async def trajectory(limiter: ClusterLimiter, job: dict[str, Any]) -> None:
     global longest_gap, last_done
     while time.monotonic() < ends:
         try:
-            async with limiter.slot(deadline=time.monotonic() + job["patience"], hold=job["hold"]):
-                outcomes[await finished(request(job, time.time() + job["hold"]))] += 1
+            async with limiter.slot(deadline=time.monotonic() + job["patience"], hold=job["hold"]) as slot:
+                outcomes[await finish_despite_cancellation(request(job, slot))] += 1
                 if last_done:
                     longest_gap = max(longest_gap, time.monotonic() - last_done)
                 last_done = time.monotonic()
@@ -70,8 +64,8 @@ async def trajectory(limiter: ClusterLimiter, job: dict[str, Any]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def storm(tasks: "list[asyncio.Task[None]]", limiter: ClusterLimiter, job: dict[str, Any]) -> None:
-    """Cancel trajectories at random, and begin others in their place."""
+async def cancel_at_random(tasks: "list[asyncio.Task[None]]", limiter: ClusterLimiter, job: dict[str, Any]) -> None:
+    """Cancel trajectories at random and start others in their place."""
     while time.monotonic() < ends - 0.5:
         await asyncio.sleep(0.01)
         for number in random.sample(range(len(tasks)), len(tasks) // 4):
@@ -89,11 +83,11 @@ async def main() -> None:
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     ends = time.monotonic() + job["seconds"]
-    if job.get("storm"):
-        await storm(tasks, limiter, job)
+    if job.get("cancel_at_random"):
+        await cancel_at_random(tasks, limiter, job)
     await asyncio.wait(tasks)
     print(
-        json.dumps({**outcomes, "reports": limiter.reports, "in_use": limiter.in_use, "longest_gap": longest_gap}),
+        json.dumps({**outcomes, "reports": limiter.reports_sent, "in_use": limiter.in_use, "longest_gap": longest_gap}),
         flush=True,
     )
     if not job.get("stay"):

@@ -1,4 +1,4 @@
-"""Conversations are read out of the text of a dump."""
+"""Conversations are parsed from the text of a dump."""
 
 import time
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from record_samples import VERL_ANSWER, VERL_PROMPT
 
-from toolroll.records.conversation import messages_of, text_of, turns_and_calls
+from toolroll.records.conversation import count_turns_and_calls, format_messages, parse_messages
 
 CALL = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}}}
 CONVERSATION = [
@@ -19,74 +19,74 @@ CONVERSATION = [
 ]
 
 
-def test_without_special_tokens() -> None:
-    assert messages_of(VERL_PROMPT, VERL_ANSWER) == CONVERSATION
+def test_text_without_special_tokens() -> None:
+    assert parse_messages(VERL_PROMPT, VERL_ANSWER) == CONVERSATION
 
 
-def test_with_special_tokens() -> None:
+def test_text_with_special_tokens() -> None:
     prompt, answer = VERL_PROMPT, VERL_ANSWER
     for role in ("system", "user", "assistant"):
         prompt = prompt.replace(f"{role}\n", f"<|im_end|>\n<|im_start|>{role}\n")
         answer = answer.replace(f"\n{role}\n", f"<|im_end|>\n<|im_start|>{role}\n")
     prompt = prompt.removeprefix("<|im_end|>\n").replace("\n<|im_end|>", "<|im_end|>")
-    assert messages_of(prompt, answer + "<|im_end|>") == CONVERSATION
-    assert turns_and_calls(prompt, answer) == turns_and_calls(VERL_PROMPT, VERL_ANSWER) == (2, 1)
+    assert parse_messages(prompt, answer + "<|im_end|>") == CONVERSATION
+    assert count_turns_and_calls(prompt, answer) == count_turns_and_calls(VERL_PROMPT, VERL_ANSWER) == (2, 1)
 
 
-def test_a_template_that_begins_the_thought() -> None:
-    said = messages_of("user\nHi\nassistant\n<think>\n", "Well.\n</think>\n\nHello.")
-    assert said[1] == {"role": "assistant", "content": "Hello.", "reasoning_content": "Well."}
+def test_template_that_starts_the_thinking() -> None:
+    messages = parse_messages("user\nHi\nassistant\n<think>\n", "Well.\n</think>\n\nHello.")
+    assert messages[1] == {"role": "assistant", "content": "Hello.", "reasoning_content": "Well."}
 
 
-def test_several_answers_in_one_turn() -> None:
+def test_several_tool_responses_in_one_turn() -> None:
     two = "a\nuser\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n\n</tool_response>"
-    assert messages_of("user\nHi\nassistant\n", two)[2:] == [
+    assert parse_messages("user\nHi\nassistant\n", two)[2:] == [
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2\n"},
     ]
 
 
-def test_a_role_that_is_only_a_word_on_a_line() -> None:
-    assert messages_of("user\nHi\nassistant\n", "The kinds are\nsystem\nassistant\nuser\nand that is all") == [
+def test_role_word_out_of_turn_is_text() -> None:
+    assert parse_messages("user\nHi\nassistant\n", "The kinds are\nsystem\nassistant\nuser\nand that is all") == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "The kinds are\nsystem\nassistant\nuser\nand that is all"},
     ]
 
 
-def test_a_call_that_can_not_be_read_stays_in_the_text() -> None:
+def test_invalid_call_stays_in_text() -> None:
     broken = '<tool_call>\n{"name": \n</tool_call>'
-    assert messages_of("user\nHi\nassistant\n", broken)[1] == {"role": "assistant", "content": broken}
+    assert parse_messages("user\nHi\nassistant\n", broken)[1] == {"role": "assistant", "content": broken}
 
 
 def test_other_templates_give_two_messages() -> None:
-    assert messages_of("[INST] Hi [/INST]", "user\nassistant\n") == [
+    assert parse_messages("[INST] Hi [/INST]", "user\nassistant\n") == [
         {"role": "user", "content": "[INST] Hi [/INST]"},
         {"role": "assistant", "content": "user\nassistant\n"},
     ]
-    assert turns_and_calls("[INST] Hi [/INST]", "x") == (1, 0)
+    assert count_turns_and_calls("[INST] Hi [/INST]", "x") == (1, 0)
 
 
 @pytest.mark.parametrize(
     "piece", ["<tool_call>", "<tool_response>", "<tool_response>x</tool_response>", "<think>", "\nuser\n"]
 )
-def test_a_model_that_writes_one_thing_for_ever_takes_no_longer(piece: str) -> None:
-    began = time.perf_counter()
-    messages_of("user\nHi\nassistant\n", 20_000 * piece + "x")
-    messages_of("user\nHi\nassistant\n", "x\nuser\n" + 20_000 * piece + "x\nassistant\n")
-    assert time.perf_counter() - began < 5
+def test_repeated_marker_takes_linear_time(piece: str) -> None:
+    start = time.process_time()
+    parse_messages("user\nHi\nassistant\n", 20_000 * piece + "x")
+    parse_messages("user\nHi\nassistant\n", "x\nuser\n" + 20_000 * piece + "x\nassistant\n")
+    assert time.process_time() - start < 5
 
 
 MARKERS = "user assistant tool system <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response>"
-OTHERS = ["\n", " ", "text", "</tool_response>", '{"name": "f", "arguments": {}}']
-PIECES = st.lists(st.sampled_from([*MARKERS.split(), *OTHERS]), max_size=20).map("".join)
+OTHER_PIECES = ["\n", " ", "text", "</tool_response>", '{"name": "f", "arguments": {}}']
+PIECES = st.lists(st.sampled_from([*MARKERS.split(), *OTHER_PIECES]), max_size=20).map("".join)
 
 
 @given(PIECES, PIECES)
-def test_any_text_has_a_reading(prompt: str, answer: str) -> None:
-    messages = messages_of(prompt, answer)
+def test_any_text_can_be_parsed(prompt: str, answer: str) -> None:
+    messages = parse_messages(prompt, answer)
     assert messages
     assert all(message["role"] in ("system", "developer", "user", "assistant", "tool") for message in messages)
-    turns, calls = turns_and_calls(prompt, answer)
+    turns, calls = count_turns_and_calls(prompt, answer)
     assert turns >= 1
     assert calls >= 0
 
@@ -95,10 +95,10 @@ WORDS = st.text("ab \n<>", max_size=10).map(str.strip)
 
 
 @given(st.lists(WORDS, min_size=1, max_size=3), WORDS.filter(bool))
-def test_what_is_written_without_a_tokenizer_is_read_again(questions: list[str], answer: str) -> None:
+def test_formatted_messages_are_parsed_again(questions: list[str], answer: str) -> None:
     messages = [{"role": "user", "content": questions[0]}, {"role": "assistant", "content": answer}]
     for question in questions[1:]:
         messages += [{"role": "tool", "content": question}, {"role": "assistant", "content": answer}]
-    prompt, said = text_of(messages, len(questions))
-    assert messages_of(prompt, said) == messages
-    assert turns_and_calls(prompt, said)[0] == len(questions)
+    prompt, response = format_messages(messages, len(questions))
+    assert parse_messages(prompt, response) == messages
+    assert count_turns_and_calls(prompt, response)[0] == len(questions)

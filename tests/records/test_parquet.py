@@ -1,4 +1,4 @@
-"""Records as Parquet: whole, and readable by those who never heard of us."""
+"""Conversion of records to Parquet."""
 
 import json
 import subprocess
@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_samples import TRAJECTORIES, VERL_ANSWER, trajectory, verl_line
-from strategies import JSON
+from strategies import JSON, scaled
 
 from toolroll.errors import ConfigError
 from toolroll.records import parquet
 from toolroll.records.json_line import encode
-from toolroll.records.line import fields_of
+from toolroll.records.line import trajectory_fields
 from toolroll.records.parquet import convert
-from toolroll.records.reader import read
+from toolroll.records.reader import read_records
 from toolroll.records.record import FORMAT, Record
 from toolroll.records.writer import RecordWriter
 from toolroll.rollout.tokens import TokenStream
@@ -31,14 +31,14 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "records.parquet"
 
 
-def written(out: Path, *trajectories: Trajectory) -> list[dict[str, Any]]:
-    convert((Record.parse(encode(fields_of(one, 7))) for one in trajectories), out)
+def converted(out: Path, *trajectories: Trajectory) -> list[dict[str, Any]]:
+    convert((Record.parse(encode(trajectory_fields(one, 7))) for one in trajectories), out)
     rows: list[dict[str, Any]] = pq.read_table(out).to_pylist()
     return rows
 
 
-def test_pandas_has_tokens_as_lists(out: Path) -> None:
-    written(out, trajectory(0), trajectory(1, score=None, tokens=TokenStream([])))
+def test_pandas_reads_tokens_as_lists(out: Path) -> None:
+    converted(out, trajectory(0), trajectory(1, score=None, tokens=TokenStream([])))
     frame = pd.read_parquet(out)
     assert list(frame["step"]) == [7, 7]
     assert list(frame["score"].isna()) == [False, True]
@@ -52,11 +52,11 @@ def test_pandas_has_tokens_as_lists(out: Path) -> None:
     assert list(calls["attempts"]) == [1, 1]
 
 
-def test_pyarrow_has_everything(out: Path) -> None:
+def test_pyarrow_reads_all_fields(out: Path) -> None:
     before = TokenStream([1, 2])
-    before.sampled([3], None, turn=0)
-    (row,) = written(out, trajectory(3, earlier=[before], fidelity=Fidelity.RERENDERED))
-    record = Record.parse(encode(fields_of(trajectory(3), 7)))
+    before.append_sampled([3], None, turn=0)
+    (row,) = converted(out, trajectory(3, earlier=[before], fidelity=Fidelity.RERENDERED))
+    record = Record.parse(encode(trajectory_fields(trajectory(3), 7)))
     assert (row["input"], row["output"], json.loads(row["gts"])) == (record.input, record.output, "42")
     assert (row["group"], row["sample"], row["request_id"]) == ("0", 3, "request-3")
     assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
@@ -71,38 +71,40 @@ def test_pyarrow_has_everything(out: Path) -> None:
     assert json.loads(row["extra"])["ground_truth"] == "42"
 
 
-@settings(max_examples=25)
+@settings(max_examples=scaled(25))
 @given(st.lists(TRAJECTORIES, max_size=3))
-def test_whatever_was_recorded_can_be_converted(
+def test_any_trajectory_can_be_converted(
     tmp_path_factory: pytest.TempPathFactory, trajectories: list[Trajectory]
 ) -> None:
-    """Half characters too."""
-    rows = written(tmp_path_factory.mktemp("out") / "x.parquet", *trajectories)
+    """Including lone surrogates."""
+    rows = converted(tmp_path_factory.mktemp("out") / "x.parquet", *trajectories)
     assert [row["token_ids"] or [] for row in rows] == [list(one.tokens.ids) for one in trajectories]
     assert [[turn["turn"] for turn in row["turns"]] for row in rows] == [
         [turn.turn for turn in one.turns] for one in trajectories
     ]
 
 
-@settings(max_examples=25)
-@given(st.lists(st.dictionaries(st.sampled_from([*fields_of(trajectory(), 1), "else"]), JSON, max_size=6), max_size=3))
-def test_whatever_else_was_recorded_can_be_converted(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
-) -> None:
+@settings(max_examples=scaled(25))
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from([*trajectory_fields(trajectory(), 1), "else"]), JSON, max_size=6), max_size=3
+    )
+)
+def test_any_other_line_can_be_converted(tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]) -> None:
     out = tmp_path_factory.mktemp("out") / "x.parquet"
     records = [Record.parse(encode(line | form)) for line in lines for form in ({"format": FORMAT}, {"format": None})]
     assert convert(records, out) == len(records)
     extras = [json.loads(row["extra"]) for row in pq.read_table(out).to_pylist()]
     kept = [extra.get("else") for extra in extras]
-    assert kept == [record.fields.get("else", _carried(record)) for record in records]
+    assert kept == [record.fields.get("else", _extra_value(record)) for record in records]
 
 
-def _carried(record: Record) -> Any:
+def _extra_value(record: Record) -> Any:
     extra = record.fields.get("extra")
     return extra.get("else") if isinstance(extra, dict) else None
 
 
-def test_verls_dumps_too(out: Path) -> None:
+def test_verl_dump_can_be_converted(out: Path) -> None:
     convert([Record.parse(encode(verl_line(3, 5, version="0.9", acc=0.5)))], out)
     (row,) = pq.read_table(out).to_pylist()
     assert (row["step"], row["sample"], row["output"], row["token_ids"]) == (3, 5, VERL_ANSWER, None)
@@ -111,49 +113,50 @@ def test_verls_dumps_too(out: Path) -> None:
 
 
 def test_row_groups_are_bounded(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "ROWS", 10)
-    written(out, *map(trajectory, range(25)))
+    monkeypatch.setattr(parquet, "ROW_GROUP_MAX_ROWS", 10)
+    converted(out, *map(trajectory, range(25)))
     assert pq.ParquetFile(out).num_row_groups == 3
-    monkeypatch.setattr(parquet, "ROWS", 1000)
-    monkeypatch.setattr(parquet, "BYTES", 1000)
-    written(out, *(trajectory(number, text="x" * 400) for number in range(6)))
+    monkeypatch.setattr(parquet, "ROW_GROUP_MAX_ROWS", 1000)
+    monkeypatch.setattr(parquet, "ROW_GROUP_TARGET_BYTES", 1000)
+    converted(out, *(trajectory(number, text="x" * 400) for number in range(6)))
     assert pq.ParquetFile(out).num_row_groups == 6
 
 
-def test_nothing_is_there_before_it_is_whole(out: Path) -> None:
-    written(out, trajectory(1))
+def test_file_is_replaced_only_when_complete(out: Path) -> None:
+    converted(out, trajectory(1))
     before = out.read_bytes()
 
     def broken() -> Any:
-        yield Record.parse(encode(fields_of(trajectory(), 1)))
+        yield Record.parse(encode(trajectory_fields(trajectory(), 1)))
         raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError):
         convert(broken(), out)
     assert out.read_bytes() == before
     assert list(out.parent.iterdir()) == [out]
-    with pytest.raises(ConfigError, match="can't be written: No such file"):
+    with pytest.raises(ConfigError, match=r"Cannot write .*: No such file"):
         convert([], out.parent / "nowhere" / "x.parquet")
     assert convert([], out) == 0
     assert len(pd.read_parquet(out)) == 0
 
 
-MEASURED = """
+MEASURE = """
 import re, sys
 from pathlib import Path
 import pyarrow.parquet
 from toolroll.records.parquet import convert
-from toolroll.records.reader import read
+from toolroll.records.reader import read_records
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 before = peak()
-print(convert(read(sys.argv[1]), Path(sys.argv[2])), peak() - before)
+print(convert(read_records(sys.argv[1]), Path(sys.argv[2])), peak() - before)
 """
 
 
-def test_a_large_directory_is_converted_in_bounded_memory(tmp_path: Path, out: Path) -> None:
+@pytest.mark.process
+def test_large_directory_takes_bounded_memory(tmp_path: Path, out: Path) -> None:
     folder = tmp_path / "dumps"
     with RecordWriter(folder) as writer:
         for number in range(300):
@@ -162,9 +165,9 @@ def test_a_large_directory_is_converted_in_bounded_memory(tmp_path: Path, out: P
         (folder / f"{step}.jsonl").hardlink_to(folder / "0.jsonl")
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     assert size > 130
-    done = subprocess.run([sys.executable, "-c", MEASURED, folder, out], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", MEASURE, folder, out], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    count, grown = done.stdout.split()
+    count, growth_mb = done.stdout.split()
     assert int(count) == 3000
-    assert float(grown) < 250
-    assert sum(1 for _ in read(folder)) == pq.read_metadata(out).num_rows
+    assert float(growth_mb) < 250
+    assert sum(1 for _ in read_records(folder)) == pq.read_metadata(out).num_rows

@@ -1,4 +1,4 @@
-"""A trajectory becomes a line, and the line a record that says the same."""
+"""Records contain everything that was written of a trajectory."""
 
 import json
 import math
@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from record_samples import MESSAGES, TRAJECTORIES, VERL_ANSWER, VERL_PROMPT, streams, trajectory, verl_line
-from strategies import JSON
+from strategies import JSON, scaled
 
-from toolroll.records.json_line import DEEPEST, BadLine, decode, encode
-from toolroll.records.line import fields_of, foreign_fields
-from toolroll.records.packed import Tokens, pack
+from toolroll.records.json_line import MAX_NESTING_DEPTH, BadLine, decode, encode
+from toolroll.records.line import mapping_fields, trajectory_fields
+from toolroll.records.packed_tokens import PackedTokens, pack
 from toolroll.records.record import FORMAT, Record
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import Rewards, Trajectory
@@ -25,20 +25,20 @@ from toolroll.schemas import Message
 
 
 def written(one: Trajectory, **options: Any) -> Record:
-    line = encode(fields_of(one, 7, **options))
+    line = encode(trajectory_fields(one, 7, **options))
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     return Record.parse(line)
 
 
-def joined(value: Any) -> Any:
-    """`value` as JSON can have it: where two halves of a character meet, JSON has the character."""
+def after_json(value: Any) -> Any:
+    """Return a value after a JSON round trip: adjacent surrogates become one character."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(value, dict):
-        return {joined(key): joined(item) for key, item in value.items()}
+        return {after_json(key): after_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [joined(item) for item in value]
+        return [after_json(item) for item in value]
     return value
 
 
@@ -46,26 +46,26 @@ def bits(numbers: list[float] | None) -> bytes | None:
     return None if numbers is None else np.array(numbers, "<f4").tobytes()
 
 
-def same_tokens(tokens: Tokens, stream: TokenStream) -> bool:
+def same_tokens(tokens: PackedTokens, stream: TokenStream) -> bool:
     return (
         tokens.ids == list(stream.ids)
         and tokens.mask == list(stream.mask)
         and bits(tokens.logprobs) == (bits(list(stream.logprobs)) if stream.has_logprobs else None)
-        and joined([asdict(span) for span in tokens.spans]) == joined([asdict(span) for span in stream.spans])
+        and after_json([asdict(span) for span in tokens.spans]) == after_json([asdict(span) for span in stream.spans])
         and tokens.prompt_length == stream.prompt_length
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @given(TRAJECTORIES)
 @example(trajectory(extra={"ground_truth": -(2**63) - 1}))
-def test_everything_is_there_again(one: Trajectory) -> None:
+def test_record_has_all_fields_of_trajectory(one: Trajectory) -> None:
     record = written(one)
-    assert record.is_ours
+    assert record.is_native
     assert record.step == 7
-    assert record.fields["messages"] == joined(record.fields["messages"])
+    assert record.fields["messages"] == after_json(record.fields["messages"])
     assert [Message.model_validate(message).model_dump() for message in record.fields["messages"]] == [
-        joined(message.model_dump()) for message in one.messages
+        after_json(message.model_dump()) for message in one.messages
     ]
     assert record.tokens is not None if len(one.tokens) else record.tokens is None
     assert record.tokens is None or same_tokens(record.tokens, one.tokens)
@@ -73,20 +73,20 @@ def test_everything_is_there_again(one: Trajectory) -> None:
     assert all(map(same_tokens, record.earlier, one.earlier))
     assert record.score == one.rewards.total
     for name in ("request_id", "group", "sample", "error", "seconds", "outcome", "finish_reason", "fidelity"):
-        assert getattr(record, name) == joined(getattr(one, name)), name
-    assert record.rewards == joined(asdict(one.rewards))
-    assert record.calls == [joined(asdict(call)) for call in one.calls]
-    assert record.turns == [joined(asdict(turn)) for turn in one.turns]
-    assert record.fields["logprobs_of"] == one.logprobs_of
-    assert record.fields["extra"] == joined(dict(one.extra))
+        assert getattr(record, name) == after_json(getattr(one, name)), name
+    assert record.rewards == after_json(asdict(one.rewards))
+    assert record.calls == [after_json(asdict(call)) for call in one.calls]
+    assert record.turns == [after_json(asdict(turn)) for turn in one.turns]
+    assert record.fields["logprobs_mode"] == one.logprobs_mode
+    assert record.fields["extra"] == after_json(dict(one.extra))
 
 
 PAGE = doc_page.files((Path(__file__).parent.parent.parent / "docs/records.md").read_text())
 
 
 @given(streams())
-def test_tokens_are_decoded_by_a_few_lines_of_numpy(stream: TokenStream) -> None:
-    """Those of the page on records."""
+def test_tokens_can_be_decoded_with_numpy(stream: TokenStream) -> None:
+    """Runs the code in docs/records.md."""
     page: dict[str, Any] = {}
     exec(PAGE["tokens.py"], page)
     ids, mask, logprobs = page["decode"](json.loads(encode(pack(stream))))
@@ -98,7 +98,7 @@ def test_tokens_are_decoded_by_a_few_lines_of_numpy(stream: TokenStream) -> None
 
 
 @given(MESSAGES)
-def test_a_message_says_nothing_that_it_does_not_say(message: Message) -> None:
+def test_unset_fields_of_message_are_omitted(message: Message) -> None:
     fields = written(trajectory(messages=[message])).fields["messages"][0]
     assert "content" in fields
     assert fields.get("tool_calls", ()) is not None
@@ -109,7 +109,7 @@ def test_numbers_that_are_not_finite_are_null() -> None:
     one = trajectory(
         rewards=Rewards(total=math.nan, steps=(math.inf, 1.0), tools={}, functions={}),
         seconds=-math.inf,
-        extra={"x": [math.nan, "\ud800"]},  # which goes the slow way
+        extra={"x": [math.nan, "\ud800"]},  # which orjson rejects
     )
     for given_, seen in ((one, [None, "\ud800"]), (trajectory(extra={"x": [math.nan]}, seconds=math.nan), [None])):
         record = written(given_)
@@ -119,17 +119,17 @@ def test_numbers_that_are_not_finite_are_null() -> None:
     assert written(one).rewards["steps"] == [None, 1.0]
 
 
-class Odd:
+class BadStr:
     def __str__(self) -> str:
         raise RuntimeError("no")
 
 
-class NoArray:
+class BadArray:
     def tolist(self) -> list[Any]:
         raise ValueError("on another device")
 
 
-def test_whatever_a_row_carried_along_can_be_written() -> None:
+def test_any_value_of_extra_can_be_written() -> None:
     nested: Any = "innermost"
     for _ in range(5000):
         nested = [nested]
@@ -139,46 +139,46 @@ def test_whatever_a_row_carried_along_can_be_written() -> None:
         "objects": np.array([{"a": 1}, None], dtype=object),
         "set": {1},
         "bytes": b"\xff\x00",
-        "odd": Odd(),
-        "class": Odd,
+        "bad str": BadStr(),
+        "class": BadStr,
         "classes": [Message, np.ndarray],
         "model": Message(role="user", content="Hi"),
-        "no array": NoArray(),
+        "bad array": BadArray(),
         3: "not a text",
         "nested": nested,
     }
     found = written(trajectory(extra=extra)).fields["extra"]
     assert found["array"] == [0, 1, 2]
-    assert found["numbers"] == [0.5, 3, 10**30, -(2**63) - 1, "(a whole number of 16610 bits)"]
+    assert found["numbers"] == [0.5, 3, 10**30, -(2**63) - 1, "(integer of 16610 bits)"]
     assert found["objects"] == [{"a": 1}, None]
     assert found["set"] == [1]
     assert found["bytes"] == "/wA="
-    assert "Odd" in found["odd"]
-    assert "Odd" in found["class"]
+    assert "BadStr" in found["bad str"]
+    assert "BadStr" in found["class"]
     assert ["Message" in found["classes"][0], "ndarray" in found["classes"][1]] == [True, True]
     assert found["model"]["content"] == "Hi"
-    assert found["no array"] == "(NoArray, which can't be shown: ValueError)"
+    assert found["bad array"] == "(BadArray, cannot be encoded: ValueError)"
     assert found["3"] == "not a text"
     depth = 0
     while isinstance(found["nested"], list):
         found["nested"], depth = found["nested"][0], depth + 1
-    assert DEEPEST - 5 < depth < DEEPEST
+    assert MAX_NESTING_DEPTH - 5 < depth < MAX_NESTING_DEPTH
     assert found["nested"] == "(nested too deeply)"
 
 
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4))
 @example({"NaN": None})
 @example({"large": [2**64, -(2**63) - 1, 10**4299]})
-def test_what_python_writes_is_read(fields: dict[str, Any]) -> None:
+def test_output_of_python_json_is_decoded(fields: dict[str, Any]) -> None:
     assert decode(json.dumps(fields).encode()) == fields
 
 
-def test_text_comes_from_the_tokens_where_they_can_be_decoded() -> None:
+def test_text_is_decoded_from_tokens() -> None:
     record = written(trajectory(), decode=lambda ids: "-".join(map(str, ids)))
     assert (record.input, record.output) == ("1-2-3-4", "5-6-7-8-9-10-11")
 
 
-def test_without_a_tokenizer_text_comes_from_the_messages() -> None:
+def test_text_without_tokenizer_uses_messages() -> None:
     record = written(trajectory())
     assert record.input == "user\nWhat is 6 times 7?\nassistant\n"
     assert record.output == (
@@ -188,7 +188,7 @@ def test_without_a_tokenizer_text_comes_from_the_messages() -> None:
     )
 
 
-def test_examples_in_the_prompt_stay_in_the_prompt() -> None:
+def test_few_shot_examples_belong_to_prompt() -> None:
     shots = [Message(role="user", content="1 + 1?"), Message(role="assistant", content="2")]
     record = written(trajectory(messages=[*shots, *trajectory().messages]))
     assert record.input.startswith("user\n1 + 1?\nassistant\n2\nuser\nWhat is")
@@ -196,14 +196,14 @@ def test_examples_in_the_prompt_stay_in_the_prompt() -> None:
 
 
 def test_tokens_can_be_left_out() -> None:
-    whole, without = written(trajectory()), written(trajectory(), tokens=False)
-    assert whole.tokens is not None
+    complete, without = written(trajectory()), written(trajectory(), tokens=False)
+    assert complete.tokens is not None
     assert without.tokens is None
     assert without.fields["tokens"] is None
-    assert without.messages == whole.messages
+    assert without.messages == complete.messages
 
 
-def test_the_ground_truth_is_found() -> None:
+def test_ground_truth_is_found_in_extra() -> None:
     assert written(trajectory()).gts == "42"
     assert written(trajectory(extra={"reward_model": {"ground_truth": [1], "style": "rule"}})).gts == [1]
     assert written(trajectory(extra={})).gts is None
@@ -211,19 +211,19 @@ def test_the_ground_truth_is_found() -> None:
     assert written(trajectory(), gts="else").gts == "else"
 
 
-def test_verls_keys_come_first() -> None:
+def test_verl_keys_come_first() -> None:
     fields = written(trajectory(3)).fields
     assert list(fields)[:5] == ["input", "output", "gts", "score", "step"]
     assert fields["uid"] == "0_3_0"
     assert fields["format"] == FORMAT
-    assert list(foreign_fields({"score": 1.0, "note": "x"}, 3)) == ["input", "output", "gts", "score", "note", "step"]
+    assert list(mapping_fields({"score": 1.0, "note": "x"}, 3)) == ["input", "output", "gts", "score", "note", "step"]
 
 
 @pytest.mark.parametrize("version", ["0.6", "0.7", "0.8", "0.9"])
-def test_verls_lines_are_read(version: str) -> None:
+def test_verl_lines_are_read(version: str) -> None:
     line = verl_line(12, 3, score=0.5, version=version, acc=True, pred="42", score_of_format=math.nan)
     record = Record.parse(json.dumps(line, ensure_ascii=False).encode())
-    assert not record.is_ours
+    assert not record.is_native
     assert (record.step, record.score, record.gts) == (12, 0.5, "42")
     assert (record.input, record.output) == (VERL_PROMPT, VERL_ANSWER)
     assert record.fields["acc"] is True
@@ -236,7 +236,7 @@ def test_verls_lines_are_read(version: str) -> None:
     assert (summary.turns, summary.calls, summary.tokens, summary.finish_reason) == (2, 1, None, None)
 
 
-def test_samples_of_one_prompt_are_one_group() -> None:
+def test_samples_of_one_prompt_share_a_group() -> None:
     def group(**line: Any) -> str | None:
         return Record.parse(encode(line)).group
 
@@ -251,26 +251,26 @@ def test_samples_of_one_prompt_are_one_group() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"input": "a", "out', "no JSON"),
-        (b'{"input": "\xff"}', "no UTF-8: byte 11 is 0xff"),
-        (b"[1, 2]", "no object"),
-        (b"", "no JSON"),
-        (b"\x00\x00", "no JSON"),
+        (b'{"input": "a", "out', "Invalid JSON"),
+        (b'{"input": "\xff"}', "Invalid UTF-8: byte 11 is 0xff"),
+        (b"[1, 2]", "Expected a JSON object"),
+        (b"", "Invalid JSON"),
+        (b"\x00\x00", "Invalid JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"format": "toolroll/2"}', "toolroll/2"),
-        (b"9" * 5000, "no JSON"),
+        (b"9" * 5000, "Invalid JSON"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(line: bytes, problem: str) -> None:
+def test_bad_line_is_explained(line: bytes, problem: str) -> None:
     with pytest.raises(BadLine, match=problem):
         Record.parse(line)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @example({"turns": [{"turn": []}]})
-@given(st.dictionaries(st.sampled_from(sorted(fields_of(trajectory(), 1))), JSON))
-def test_fields_that_are_something_else_do_no_harm(fields: dict[str, Any]) -> None:
-    """A line of somebody else's may have our names for other things."""
+@given(st.dictionaries(st.sampled_from(sorted(trajectory_fields(trajectory(), 1))), JSON))
+def test_fields_of_other_types_are_tolerated(fields: dict[str, Any]) -> None:
+    """A line of another program may use the same names for other values."""
     for line in (fields, {**fields, "format": FORMAT}):
         record = Record.parse(encode(line))
         record.summary()
@@ -280,7 +280,7 @@ def test_fields_that_are_something_else_do_no_harm(fields: dict[str, Any]) -> No
                 getattr(record, part)
 
 
-def test_damaged_tokens_are_said_to_be() -> None:
+def test_damaged_tokens_raise_bad_line() -> None:
     good = json.loads(encode(pack(trajectory().tokens)))
     first, *others = good["spans"]
     for damage in (
@@ -289,9 +289,9 @@ def test_damaged_tokens_are_said_to_be() -> None:
         {"logprobs": ""},
         {"spans": others},
         {"spans": [first]},
-        {"spans": [{**first, "author": "nobody"}, *others]},
+        {"spans": [{**first, "author": "unknown"}, *others]},
         {"spans": [{**first, "end": "4"}, *others]},
     ):
-        fields = fields_of(trajectory(), 1) | {"tokens": {**good, **damage}}
-        with pytest.raises(BadLine, match="tokens can't be read"):
+        fields = trajectory_fields(trajectory(), 1) | {"tokens": {**good, **damage}}
+        with pytest.raises(BadLine, match="Invalid tokens"):
             Record.parse(encode(fields)).tokens  # noqa: B018

@@ -1,4 +1,4 @@
-"""What a run did, in numbers: those that one would count by hand."""
+"""Statistics of runs match counts by hand."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,17 +10,24 @@ from hypothesis import strategies as st
 from record_samples import trajectory, verl_line
 
 from toolroll.errors import ConfigError, Fault
-from toolroll.records.histogram import Histogram
 from toolroll.records.json_line import encode
-from toolroll.records.line import fields_of
-from toolroll.records.plot import plot
+from toolroll.records.line import trajectory_fields
 from toolroll.records.record import Record
-from toolroll.records.stats import MOST_KINDS, OTHERS, Mean, Stats, kind_of, merged
+from toolroll.records.stats.histogram import Histogram
+from toolroll.records.stats.plot import plot
+from toolroll.records.stats.statistics import (
+    MAX_ERROR_KINDS,
+    OTHER_MESSAGES,
+    RunningMean,
+    RunStats,
+    error_kind,
+    merge_stats,
+)
 from toolroll.rollout.trajectory import CallRecord, FinishReason, Rewards, Trajectory
 
 
 def recorded(one: Trajectory, step: int = 1) -> Record:
-    return Record.parse(encode(fields_of(one, step)))
+    return Record.parse(encode(trajectory_fields(one, step)))
 
 
 def call(
@@ -36,7 +43,7 @@ SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
 
 
 @given(SECONDS, SECONDS, st.sampled_from([0.0, 0.01, 0.5, 0.9, 0.99, 1.0]))
-def test_quantiles_are_right_to_within_2_percent(one: list[float], other: list[float], share: float) -> None:
+def test_quantiles_are_accurate_to_2_percent(one: list[float], other: list[float], fraction: float) -> None:
     histogram, second = Histogram(), Histogram()
     for value in one:
         histogram.add(value)
@@ -44,21 +51,21 @@ def test_quantiles_are_right_to_within_2_percent(one: list[float], other: list[f
         second.add(value)
     histogram.merge(second)
     values = sorted(one + other)
-    true = next(value for place, value in enumerate(values, 1) if place >= share * len(values))
-    found = histogram.quantile(share)
+    true = next(value for place, value in enumerate(values, 1) if place >= fraction * len(values))
+    found = histogram.quantile(fraction)
     assert found is not None
     assert found == pytest.approx(true, rel=0.021, abs=2e-9)
     assert histogram.mean == pytest.approx(statistics.fmean(values))
     assert histogram.as_dict()["max"] == max(values)
 
 
-def test_the_histogram_of_nothing() -> None:
+def test_empty_histogram() -> None:
     assert set(Histogram().as_dict().values()) == {None}
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(0, 40))
-def test_means_of_parts_are_the_mean_of_all(values: list[float], cut: int) -> None:
-    one, other = Mean(), Mean()
+def test_merged_means_equal_overall_mean(values: list[float], cut: int) -> None:
+    one, other = RunningMean(), RunningMean()
     for value in values[:cut]:
         one.add(value)
     for value in values[cut:]:
@@ -66,18 +73,18 @@ def test_means_of_parts_are_the_mean_of_all(values: list[float], cut: int) -> No
     one.merge(other)
     assert one.count == len(values)
     assert one.mean == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-6)
-    assert one.deviation == pytest.approx(statistics.pstdev(values), rel=1e-6, abs=1e-3)
-    assert (one.least, one.most) == (min(values), max(values))
+    assert one.std == pytest.approx(statistics.pstdev(values), rel=1e-6, abs=1e-3)
+    assert (one.min, one.max) == (min(values), max(values))
 
 
-def test_counts_are_those_of_the_records() -> None:
+def test_counts_match_the_records() -> None:
     calls: Sequence[CallRecord] = [
         call(wait=1.0, run=2.0),
-        call(Fault.POLICY, error="There is no tool 'a'."),
-        call(Fault.POLICY, error="There is no tool 'b'."),
+        call(Fault.POLICY, error="Unknown tool 'a'."),
+        call(Fault.POLICY, error="Unknown tool 'b'."),
         call(Fault.INFRA, tool="g", error="down", wait=9.0),
     ]
-    stats = Stats(
+    stats = RunStats(
         [
             recorded(trajectory(0, score=1.0, calls=list(calls))),
             recorded(trajectory(1, score=0.0, calls=[], finish_reason=FinishReason.LENGTH)),
@@ -101,65 +108,69 @@ def test_counts_are_those_of_the_records() -> None:
     assert found["tools"]["g"]["infra_faults"] == 1
     assert found["tools"]["code_interpreter"]["execution_time"]["p50"] == pytest.approx(0.5, rel=0.02)
     assert found["faults"] == [
-        {"fault": "policy", "kind": "There is no tool '…'.", "count": 2},
+        {"fault": "policy", "kind": "Unknown tool '…'.", "count": 2},
         {"fault": "infra", "kind": "down", "count": 1},
     ]
-    assert stats.total.finish_reasons["length"].mean == 0.0
+    assert stats.total.finish_scores["length"].mean == 0.0
 
 
-def test_verls_dumps_have_rewards_and_calls() -> None:
-    stats = Stats(Record.parse(encode(verl_line(step, score=score))) for step, score in ((1, 0.0), (1, 1.0), (2, 1.0)))
+def test_verl_dumps_have_rewards_and_calls() -> None:
+    stats = RunStats(
+        Record.parse(encode(verl_line(step, score=score))) for step, score in ((1, 0.0), (1, 1.0), (2, 1.0))
+    )
     total = stats.total
-    assert (total.samples, total.made, total.turns) == (3, 3, 6)
+    assert (total.samples, total.call_count, total.turns) == (3, 3, 6)
     assert total.score.mean == pytest.approx(2 / 3)
-    assert total.endings == {"unknown": 3}
+    assert total.finish_counts == {"unknown": 3}
 
 
-def test_steps_are_put_together_where_they_are_many() -> None:
-    stats = Stats(Record.parse(encode({"step": step, "score": step})) for step in [*range(100), None])
+def test_many_steps_are_merged_into_ranges() -> None:
+    stats = RunStats(Record.parse(encode({"step": step, "score": step})) for step in [*range(100), None])
     ranges = stats.ranges(20)
     assert [(steps[0], steps[-1]) for steps, _ in ranges[:2]] == [(0, 5), (6, 11)]
     assert ranges[-1][0][-1] is None
     assert len(ranges) <= 20
-    assert merged(tally for _, tally in ranges).samples == 101
-    assert Stats().as_dict()["steps"] == []
+    assert merge_stats(stats for _, stats in ranges).samples == 101
+    assert RunStats().as_dict()["steps"] == []
 
 
-def test_errors_that_differ_in_names_and_numbers_are_one_kind() -> None:
-    assert kind_of("\n  http://10.0.0.1:80: no answer after 3.5 s\nTraceback") == "http://N.N:N: no answer after N s"
-    assert kind_of('no `x` and "y"') == "no '…' and '…'"
-    assert kind_of("") == "(nothing was said)"
-    assert len(kind_of("word " * 1000)) == 100
+def test_error_kind_ignores_names_and_numbers() -> None:
+    assert error_kind("\n  http://10.0.0.1:80: no answer after 3.5 s\nTraceback") == "http://N.N:N: no answer after N s"
+    assert error_kind('no `x` and "y"') == "no '…' and '…'"
+    assert error_kind("") == "(no message)"
+    assert len(error_kind("word " * 1000)) == 100
 
 
-def test_errors_without_end_are_counted_in_bounded_memory() -> None:
-    stats = Stats()
-    for number in range(MOST_KINDS + 50):
+def test_error_kinds_are_limited() -> None:
+    stats = RunStats()
+    for number in range(MAX_ERROR_KINDS + 50):
         name = "".join(chr(97 + int(digit)) for digit in str(number))
         stats.add(recorded(trajectory(calls=[call(Fault.POLICY, error=name)])))
-    assert len(stats.kinds) == MOST_KINDS + 1
-    assert stats.kinds["policy", OTHERS] == 50
+    assert len(stats.error_kinds) == MAX_ERROR_KINDS + 1
+    assert stats.error_kinds["policy", OTHER_MESSAGES] == 50
 
 
+@pytest.mark.process  # matplotlib lists the fonts of a new machine by a program
 @pytest.mark.parametrize("steps", [1, 50])
-def test_a_plot_is_a_picture(tmp_path: Path, steps: int) -> None:
+def test_plot_writes_an_image(tmp_path: Path, steps: int) -> None:
     from PIL import Image
 
-    stats = Stats(recorded(trajectory(score=step / steps), step) for step in range(steps))
+    stats = RunStats(recorded(trajectory(score=step / steps), step) for step in range(steps))
     plot(stats, tmp_path / "stats.png")
     with Image.open(tmp_path / "stats.png") as picture:
         assert picture.size == (1650, 880)
         assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 20
-    bare = Stats(Record.parse(encode({"step": step})) for step in range(steps))
+    bare = RunStats(Record.parse(encode({"step": step})) for step in range(steps))
     plot(bare, tmp_path / "bare.svg")
     assert "<svg" in (tmp_path / "bare.svg").read_text()
 
 
-def test_what_can_not_be_plotted_is_said(tmp_path: Path) -> None:
-    some = Stats([recorded(trajectory())])
-    with pytest.raises(ConfigError, match="nothing to plot"):
-        plot(Stats(), tmp_path / "x.png")
-    with pytest.raises(ConfigError, match=r"Name it like plot\.png"):
+@pytest.mark.process
+def test_plot_errors(tmp_path: Path) -> None:
+    some = RunStats([recorded(trajectory())])
+    with pytest.raises(ConfigError, match="Nothing to plot"):
+        plot(RunStats(), tmp_path / "x.png")
+    with pytest.raises(ConfigError, match=r"Use a name like plot\.png"):
         plot(some, tmp_path / "x.docx")
     with pytest.raises(ConfigError, match="No such file"):
         plot(some, tmp_path / "nowhere" / "x.png")
@@ -168,8 +179,8 @@ def test_what_can_not_be_plotted_is_said(tmp_path: Path) -> None:
 @given(
     st.lists(st.sampled_from([Rewards(total=None), Rewards(total=1.0, functions={"a": None, "b": 2.0})]), max_size=3)
 )
-def test_what_is_not_known_is_not_counted(rewards: list[Rewards]) -> None:
-    total = Stats(recorded(trajectory(rewards=one)) for one in rewards).total
+def test_unknown_rewards_are_not_counted(rewards: list[Rewards]) -> None:
+    total = RunStats(recorded(trajectory(rewards=one)) for one in rewards).total
     known = sum(one.total is not None for one in rewards)
     assert total.score.count == known
     assert set(total.components) <= {"b"}

@@ -1,4 +1,4 @@
-"""What is written is on disk, whole, whoever writes at the same time and whatever befalls them."""
+"""Written lines are on disk and complete, with concurrent writers and after failures."""
 
 import asyncio
 import errno
@@ -21,17 +21,17 @@ from record_samples import trajectory
 
 from toolroll.errors import ConfigError
 from toolroll.records.append_file import AppendFile
-from toolroll.records.reader import read
+from toolroll.records.reader import read_records
 from toolroll.records.writer import RecordWriter, WriterClosed
 
 KIB = 1024
 
 
 def ids_of(directory: Path, **options: Any) -> list[str | None]:
-    return [record.request_id for record in read(directory, **options)]
+    return [record.request_id for record in read_records(directory, **options)]
 
 
-async def test_many_coroutines_write_each_line_once(tmp_path: Path) -> None:
+async def test_concurrent_coroutines_write_each_line_once(tmp_path: Path) -> None:
     async with RecordWriter(tmp_path) as writer:
 
         async def work(worker: int) -> None:
@@ -43,10 +43,10 @@ async def test_many_coroutines_write_each_line_once(tmp_path: Path) -> None:
     found = Counter(ids_of(tmp_path))
     assert found == Counter(f"request-{100 * worker + number}" for worker in range(40) for number in range(25))
     assert {path.name for path in tmp_path.iterdir()} == {"0.jsonl", "1.jsonl", "2.jsonl"}
-    assert {record.step for record in read(tmp_path, steps=[1])} == {1}
+    assert {record.step for record in read_records(tmp_path, steps=[1])} == {1}
 
 
-async def test_a_whole_batch_at_once(tmp_path: Path) -> None:
+async def test_write_all_writes_a_batch(tmp_path: Path) -> None:
     async with RecordWriter(tmp_path) as writer:
         await asyncio.gather(
             *(writer.write_all([trajectory(number) for number in range(500)], step) for step in (1, 2))
@@ -54,7 +54,7 @@ async def test_a_whole_batch_at_once(tmp_path: Path) -> None:
         assert ids_of(tmp_path) == 2 * [f"request-{number}" for number in range(500)]
 
 
-def test_threads_and_several_event_loops_write_at_once(tmp_path: Path) -> None:
+def test_threads_and_event_loops_write_concurrently(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
 
         def work(worker: int) -> None:
@@ -76,7 +76,7 @@ def test_threads_and_several_event_loops_write_at_once(tmp_path: Path) -> None:
     assert len(set(ids_of(tmp_path))) == len(ids_of(tmp_path)) == 160
 
 
-ONE_OF_MANY = """
+WRITER_PROCESS = """
 import random, sys
 from toolroll.records.writer import RecordWriter
 
@@ -87,9 +87,10 @@ with RecordWriter(directory, writer=name) as writer:
 """
 
 
-def test_many_processes_write_each_into_a_directory_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_processes_write_to_separate_directories(tmp_path: Path) -> None:
     names = [f"rank-{number}" for number in range(4)]
-    processes = [subprocess.Popen([sys.executable, "-c", ONE_OF_MANY, tmp_path, name]) for name in names]
+    processes = [subprocess.Popen([sys.executable, "-c", WRITER_PROCESS, tmp_path, name]) for name in names]
     assert [process.wait(60) for process in processes] == [0, 0, 0, 0]
     assert sorted(ids_of(tmp_path), key=str) == sorted(f"{name}/{number}" for name in names for number in range(100))
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*")) == [
@@ -97,7 +98,7 @@ def test_many_processes_write_each_into_a_directory_of_its_own(tmp_path: Path) -
     ]
 
 
-KILLED = """
+ENDLESS_WRITER = """
 import asyncio, sys
 from toolroll.records.writer import RecordWriter
 
@@ -115,49 +116,50 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-def test_a_killed_process_leaves_every_line_that_was_written(tmp_path: Path) -> None:
-    """Six times, into the same file: what was said to be written is there, and at most one line per death is not."""
-    said: list[str] = []
-    for death in range(1, 7):
-        command = [sys.executable, "-c", KILLED, tmp_path, str(death * 1_000_000)]
+@pytest.mark.process
+def test_killed_process_loses_no_written_line(tmp_path: Path) -> None:
+    """Six kills with the same file: all confirmed lines exist, and each kill leaves at most one incomplete line."""
+    confirmed: list[str] = []
+    for kill in range(1, 7):
+        command = [sys.executable, "-c", ENDLESS_WRITER, tmp_path, str(kill * 1_000_000)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
-            said += [process.stdout.readline().strip() for _ in range(death)]
+            confirmed += [process.stdout.readline().strip() for _ in range(kill)]
             time.sleep(random.uniform(0, 0.03))
             process.kill()
-            said += process.stdout.read().split()
-        reading = read(tmp_path)
-        found = [record.request_id for record in reading]
-        assert set(said) <= set(found)
+            confirmed += process.stdout.read().split()
+        records = read_records(tmp_path)
+        found = [record.request_id for record in records]
+        assert set(confirmed) <= set(found)
         assert len(set(found)) == len(found)
-        assert reading.bad <= death
-    assert len(said) >= 21
+        assert records.bad_lines <= kill
+    assert len(confirmed) >= 21
 
 
-HALF_AT = st.integers(1, 2 * KIB)
+CUT_AT = st.integers(1, 2 * KIB)
 
 
-@given(HALF_AT)
-def test_a_half_line_is_ended_before_the_next_one(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    path = tmp_path_factory.mktemp("half") / "1.jsonl"
+@given(CUT_AT)
+def test_incomplete_line_is_terminated(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("incomplete") / "1.jsonl"
     with RecordWriter(path.parent) as writer:
         writer.append(trajectory(0), 1)
         whole = path.stat().st_size
         writer.append(trajectory(1), 1)
     os.truncate(path, whole + min(cut, path.stat().st_size - whole - 2))
-    reading = read(path.parent)
-    assert [record.request_id for record in reading] == ["request-0"]
-    assert reading.bad == 1
+    records = read_records(path.parent)
+    assert [record.request_id for record in records] == ["request-0"]
+    assert records.bad_lines == 1
     with RecordWriter(path.parent) as writer:
         writer.append(trajectory(2), 1)
         writer.append(trajectory(3), 1)
-    again = read(path)
+    again = read_records(path)
     assert [record.request_id for record in again] == ["request-0", "request-2", "request-3"]
-    assert again.bad == 1
+    assert again.bad_lines == 1
 
 
-async def test_a_slow_disk_does_not_keep_the_event_loop(tmp_path: Path) -> None:
-    """The disk is a pipe that nobody reads from at first: a write to it hangs when it is full."""
+async def test_slow_disk_does_not_block_event_loop(tmp_path: Path) -> None:
+    """The file is a pipe without a reader at first, so that writes hang when it is full."""
     os.mkfifo(tmp_path / "1.jsonl")
     written: list[int] = []
 
@@ -187,7 +189,7 @@ async def test_a_slow_disk_does_not_keep_the_event_loop(tmp_path: Path) -> None:
     assert sorted(written) == list(range(8))
 
 
-async def test_a_full_disk_is_told_to_everyone_who_writes(tmp_path: Path) -> None:
+async def test_full_disk_raises_in_every_caller(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").symlink_to("/dev/full")
     async with RecordWriter(tmp_path) as writer:
         for failed in await asyncio.gather(*(writer.write(trajectory(), 1) for _ in range(5)), return_exceptions=True):
@@ -197,48 +199,46 @@ async def test_a_full_disk_is_told_to_everyone_who_writes(tmp_path: Path) -> Non
             await writer.write_all([trajectory()], 1)
         with pytest.raises(OSError, match="No space"):
             writer.append(trajectory(), 1)
-        await writer.write(trajectory(), 2)  # another disk, say
+        await writer.write(trajectory(), 2)  # another file still works
         (tmp_path / "1.jsonl").unlink()
-        await writer.write(trajectory(), 1)  # and here there is room again
+        await writer.write(trajectory(), 1)  # space is available again
     assert len(ids_of(tmp_path)) == 2
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    """What fitted is there; what didn't is told, and does no harm to what comes when there is room again."""
+def test_disk_full_within_a_line(tmp_path: Path) -> None:
+    """Lines that fit are complete, the others fail, and later lines are not affected."""
     file = AppendFile(tmp_path / "1.jsonl")
     lines = [b'{"request_id": "%d", "output": "%s"}\n' % (number, b"x" * 1000) for number in range(10)]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4500, before[1]))
     try:
-        written, error = file.append(lines)
-        again = file.append(lines[:1])
+        for some in (lines, lines[:1]):
+            with pytest.raises(OSError, match="too large"):
+                file.append(some)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert written == 4
-    assert isinstance(error, OSError)
-    assert again[0] == 0
-    assert file.append(lines[8:]) == (2, None)
+    file.append(lines[8:])
     file.close()
-    reading = read(tmp_path)
-    assert [record.request_id for record in reading] == ["0", "1", "2", "3", "8", "9"]
-    assert reading.bad == 1
+    records = read_records(tmp_path)
+    assert [record.request_id for record in records] == ["0", "1", "2", "3", "8", "9"]
+    assert records.bad_lines == 1
 
 
-@pytest.mark.parametrize("taken", ["the file", "the directory"])
-async def test_what_was_deleted_is_made_again(tmp_path: Path, taken: str) -> None:
+@pytest.mark.parametrize("deleted", ["file", "directory"])
+async def test_deleted_file_or_directory_is_recreated(tmp_path: Path, deleted: str) -> None:
     folder = tmp_path / "dumps"
     async with RecordWriter(folder) as writer:
         await writer.write(trajectory(1), 1)
         (folder / "1.jsonl").rename(tmp_path / "away")
-        if taken == "the directory":
+        if deleted == "directory":
             folder.rmdir()
         await writer.write(trajectory(2), 1)
         assert ids_of(folder) == ["request-2"]
 
 
-async def test_a_directory_that_can_not_be_is_told(tmp_path: Path) -> None:
+async def test_impossible_directory_raises_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file can't be made: "):
+    with pytest.raises(ConfigError, match=r"Cannot create the rollout_data_dir .*file: "):
         RecordWriter(tmp_path / "file")
     folder = tmp_path / "dumps"
     async with RecordWriter(folder) as writer:
@@ -249,7 +249,7 @@ async def test_a_directory_that_can_not_be_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "1.jsonl"])
-def test_a_writer_has_the_name_of_a_directory(tmp_path: Path, name: str) -> None:
+def test_writer_must_be_a_directory_name(tmp_path: Path, name: str) -> None:
     if name:
         with pytest.raises(ConfigError, match="rank-0"):
             RecordWriter(tmp_path, writer=name)
@@ -258,7 +258,7 @@ def test_a_writer_has_the_name_of_a_directory(tmp_path: Path, name: str) -> None
         assert (tmp_path / "1.jsonl").exists()
 
 
-async def test_a_tokenizer_that_fails_fails_its_own_line_only(tmp_path: Path) -> None:
+async def test_failing_decode_affects_only_its_line(tmp_path: Path) -> None:
     def decode(ids: Sequence[int]) -> str:
         if ids[0] == 99:
             raise LookupError("no such token")
@@ -276,10 +276,10 @@ async def test_a_tokenizer_that_fails_fails_its_own_line_only(tmp_path: Path) ->
     assert good is None
     assert isinstance(bad, LookupError)
     assert ids_of(tmp_path) == ["request-0", "request-2"]
-    assert {record.input for record in read(tmp_path)} == {"text"}
+    assert {record.input for record in read_records(tmp_path)} == {"text"}
 
 
-async def test_a_cancelled_write_harms_no_other(tmp_path: Path) -> None:
+async def test_cancelled_write_affects_no_other(tmp_path: Path) -> None:
     async with RecordWriter(tmp_path) as writer:
         tasks = [asyncio.create_task(writer.write(trajectory(number), 1)) for number in range(50)]
         await asyncio.sleep(0)
@@ -290,7 +290,7 @@ async def test_a_cancelled_write_harms_no_other(tmp_path: Path) -> None:
     assert {f"request-{number}" for number in range(1, 50, 2)} <= found
 
 
-async def test_closed_is_closed(tmp_path: Path) -> None:
+async def test_closed_writer_raises(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path)
     await writer.write(trajectory(), 1)
     writer.close()
@@ -302,7 +302,7 @@ async def test_closed_is_closed(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if str(tmp_path) in thread.name]
 
 
-def test_no_more_files_are_open_than_steps_are_written(tmp_path: Path) -> None:
+def test_open_files_are_limited(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
         for step in range(100):
             writer.append(trajectory(), step)
@@ -311,11 +311,11 @@ def test_no_more_files_are_open_than_steps_are_written(tmp_path: Path) -> None:
     assert len(ids_of(tmp_path)) == 100
 
 
-def test_verls_keys_are_added_to_what_has_none(tmp_path: Path) -> None:
+def test_verl_keys_are_added_to_mappings(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
         writer.append({"output": "x", "acc": 1.0}, 3)
         writer.append({"output": "y"}, 3, gts=[42])
-    first, second = read(tmp_path)
+    first, second = read_records(tmp_path)
     assert first.fields == {"input": "", "output": "x", "gts": None, "score": None, "acc": 1.0, "step": 3}
     assert second.gts == [42]
     with pytest.raises(TypeError):

@@ -1,13 +1,13 @@
-"""What the tests of scores share."""
+"""Fixtures of the tests of rewards."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has limits of its own, though another test has connected it to a cluster.
+def local_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use limits of this process only, even if another test has connected it to a cluster.
 
-    Else each of the many servers here would have an actor of its own there. What holds for a cluster is tested with
-    processes that join one.
+    Otherwise each of the many servers in these tests would start an actor in the cluster. Tests of the shared limit
+    start separate processes that join a cluster.
     """
-    monkeypatch.setattr("toolroll.limiter.limiter._is_connected", lambda: False)
+    monkeypatch.setattr("toolroll.limiter.registry._is_connected", lambda: False)

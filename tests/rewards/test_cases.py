@@ -1,4 +1,4 @@
-"""A data set's ground truth is read as it was meant, or refused with a word on what is wrong."""
+"""A data set's ground truth is read correctly, or rejected with the position of the error."""
 
 import contextlib
 import json
@@ -13,51 +13,71 @@ from hypothesis import strategies as st
 from toolroll.rewards.cases import AssertCase, CallCase, Cases, StdinCase, read_cases
 
 
-def test_stdin_and_stdout() -> None:
+def test_stdin_cases_are_read() -> None:
     cases = read_cases({"inputs": ["3 4\n", ["1", "2"], 5], "outputs": ["7\n", ["a", "b"], 1.5]})
     assert cases == Cases((StdinCase("3 4\n", "7\n"), StdinCase("1\n2", "a\nb"), StdinCase("5", "1.5")))
 
 
-def test_the_json_text_of_it() -> None:
+def test_json_text_is_read() -> None:
     truth = {"inputs": ["é"], "outputs": ["7"], "language": "c++", "timeout": 2}
     assert read_cases(json.dumps(truth)) == Cases((StdinCase("é", "7"),), "cpp", 2.0)
 
 
-def test_calls_of_a_function() -> None:
+def test_call_cases_are_read() -> None:
     cases = read_cases(
-        {"fn_name": "f", "inputs": [[1, "a"], '1\n"a"', "", []], "outputs": [3, "[1, 2]", "no JSON", None]}
+        {"fn_name": "f", "inputs": [[1, "a"], '1\n"a"', "", []], "outputs": [3, "[1, 2]", "not JSON", None]}
     )
     assert cases.cases == (
         CallCase("f", (1, "a"), 3),
         CallCase("f", (1, "a"), [1, 2], ("[1, 2]",)),
-        CallCase("f", (), "no JSON"),
+        CallCase("f", (), "not JSON"),
         CallCase("f", (), None),
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "as_json"),
+    [
+        ((1, 2), [1, 2]),
+        ([1, [2, (3,)]], [1, [2, [3]]]),
+        ({1: "a"}, {"1": "a"}),
+        ({None: 1, True: 2}, {"null": 1, "true": 2}),
+    ],
+)
+def test_values_are_converted_to_json(given: Any, as_json: Any) -> None:
+    cases = read_cases({"fn_name": "f", "inputs": [[given]], "outputs": [given]})
+    assert cases.cases == (CallCase("f", (as_json,), as_json),)
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, object()])
+def test_values_without_json_form_are_rejected(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"outputs\[0\] is not a JSON value"):
+        read_cases({"fn_name": "f", "inputs": [[]], "outputs": [value]})
+
+
 @pytest.mark.parametrize("text", ["1\n[2, 3]", "1\n[2, 3]\n", "\n1\n\n[2, 3]\n \n", "1\r\n[2, 3]\r\n"])
-def test_a_trailing_newline_or_an_empty_line_is_no_argument(text: str) -> None:
+def test_empty_lines_are_not_arguments(text: str) -> None:
     (case,) = read_cases({"fn_name": "f", "inputs": [text], "outputs": [0]}).cases
     assert isinstance(case, CallCase)
     assert case.arguments == (1, [2, 3])
 
 
-def test_a_list_of_one_also_means_its_element() -> None:
+def test_element_of_a_list_of_one_is_accepted() -> None:
     given_as_list, given_as_text = read_cases({"fn_name": "f", "inputs": [[], []], "outputs": [[5], "[5]"]}).cases
     assert isinstance(given_as_list, CallCase)
     assert isinstance(given_as_text, CallCase)
-    assert (given_as_list.expected, given_as_list.also) == ([5], (5,))
-    assert (given_as_text.expected, given_as_text.also) == ([5], ("[5]", 5))
+    assert (given_as_list.expected, given_as_list.alternatives) == ([5], (5,))
+    assert (given_as_text.expected, given_as_text.alternatives) == ([5], ("[5]", 5))
 
 
-def test_asserts() -> None:
+def test_assert_cases_are_read() -> None:
     asserted = Cases((AssertCase("assert f() == 1"), AssertCase("assert f() > 0")))
     code = ["assert f() == 1", "assert f() > 0"]
     assert read_cases({"assert_case": code}) == asserted
     assert read_cases({"assert_case": code, "inputs": ["", ""], "outputs": [None, None], "fn_name": "f"}) == asserted
 
 
-def test_rows_of_parquet() -> None:
+def test_parquet_rows_are_read() -> None:
     truth = {
         "inputs": np.array(["1", "2"], dtype=object),
         "outputs": np.array(["3", "4"], dtype=object),
@@ -72,35 +92,38 @@ def test_rows_of_parquet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "said"),
+    ("truth", "message"),
     [
-        ("{", "ground_truth isn't JSON"),
+        ("{", "ground_truth is not valid JSON"),
         ("[1]", "must be a dict"),
         (None, "must be a dict"),
         ({}, "needs 'inputs' and 'outputs', or 'assert_case'"),
         ({"inputs": ["1"]}, "needs 'inputs' and 'outputs'"),
         ({"inputs": [], "outputs": []}, "no test cases"),
         ({"assert_case": []}, "no test cases"),
-        ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs, 1 outputs"),
-        ({"inputs": ["1"], "outputs": ["1"], "output": []}, "no key 'output' (did you mean 'outputs'?)"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "the lists have different lengths: 2 inputs, 1 outputs"),
+        ({"inputs": ["1"], "outputs": ["1"], "output": []}, "unknown key 'output' (did you mean 'outputs'?)"),
         ({"inputs": "1", "outputs": ["1"]}, "inputs: Input should be a valid list"),
-        ({"inputs": ["1"], "outputs": [None]}, "outputs[0] must be a text"),
-        ({"inputs": [{}], "outputs": ["1"]}, "inputs[0] must be a text"),
-        ({"inputs": ["1"], "outputs": ["1"], "language": "pyton"}, "'pyton' (did you mean 'python'?)"),
+        ({"inputs": ["1"], "outputs": [None]}, "outputs[0] must be a string"),
+        ({"inputs": [{}], "outputs": ["1"]}, "inputs[0] must be a string"),
+        ({"inputs": ["1"], "outputs": ["1"], "language": "pyton"}, "Unknown language 'pyton'. Did you mean 'python'?"),
         ({"inputs": ["1"], "outputs": ["1"], "timeout": 0}, "timeout: Input should be greater than 0"),
-        ({"inputs": [[1]], "outputs": [1], "fn_name": "f", "language": "cpp"}, "Python only"),
-        ({"inputs": [[1], "1\nx"], "outputs": [1, 1], "fn_name": "f"}, "inputs[1], argument 1 isn't JSON"),
+        (
+            {"inputs": [[1]], "outputs": [1], "fn_name": "f", "language": "cpp"},
+            "requires the language 'python'",
+        ),
+        ({"inputs": [[1], "1\nx"], "outputs": [1, 1], "fn_name": "f"}, "inputs[1], argument 1 is not valid JSON"),
         ({"inputs": [7], "outputs": [1], "fn_name": "f"}, "inputs[0] must be a list of arguments"),
-        ({"inputs": [[1]], "outputs": [{1, 2}], "fn_name": "f"}, "outputs[0] is no JSON value"),
-        ({"inputs": [[1]], "outputs": ["9" * 5000], "fn_name": "f"}, "outputs[0] can't be read"),
-        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "can't be a function's name"),
-        ({"inputs": ["1"], "outputs": [None], "assert_case": ["x"]}, "inputs[0] is '1', but an assert has none"),
+        ({"inputs": [[1]], "outputs": [{1, 2}], "fn_name": "f"}, "outputs[0] is not a JSON value"),
+        ({"inputs": [[1]], "outputs": ["9" * 5000], "fn_name": "f"}, "outputs[0] cannot be parsed"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "is not a valid function name"),
+        ({"inputs": ["1"], "outputs": [None], "assert_case": ["x"]}, "inputs[0] must be empty for an assert, got '1'"),
         ({"assert_case": ["x"], "inputs": ["", ""]}, "2 inputs, 1 assert_case"),
         ({"assert_case": [1]}, "assert_case.0: Input should be a valid string"),
     ],
 )
-def test_wrong_data_is_refused_and_never_a_score(truth: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_invalid_data_is_rejected(truth: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_cases(truth)
 
 
@@ -112,7 +135,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(st.tuples(st.lists(JSON, max_size=3), JSON), min_size=1, max_size=4))
-def test_a_call_reads_the_same_as_values_and_as_text(calls: list[tuple[list[Any], Any]]) -> None:
+def test_call_as_text_equals_call_as_values(calls: list[tuple[list[Any], Any]]) -> None:
     inputs, outputs = zip(*calls, strict=True)
     values = {"fn_name": "f", "inputs": inputs, "outputs": [["x", output] for output in outputs]}
     text = {
@@ -127,6 +150,6 @@ def test_a_call_reads_the_same_as_values_and_as_text(calls: list[tuple[list[Any]
 
 
 @given(JSON | st.dictionaries(st.sampled_from(["inputs", "outputs", "fn_name", "assert_case", "x"]), JSON))
-def test_whatever_a_data_set_holds_it_is_read_or_refused(truth: Any) -> None:
+def test_any_data_is_read_or_rejected(truth: Any) -> None:
     with contextlib.suppress(ValueError):
         assert read_cases(truth).cases

@@ -1,4 +1,4 @@
-"""The score of a GSM8K answer: the original's rules, with its faults mended."""
+"""GSM8K answers are scored by the rules of the original design, without its bugs."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ from toolroll.rewards.gsm8k import compute_score, extract_solution
         ("", None),
     ],
 )
-def test_strict_takes_what_follows_the_mark(solution: str, answer: str | None) -> None:
+def test_strict_takes_number_after_the_marker(solution: str, answer: str | None) -> None:
     assert extract_solution(solution, "strict") == answer
 
 
@@ -55,14 +55,14 @@ def test_flexible_takes_the_last_number(solution: str, answer: str | None) -> No
     assert extract_solution(solution, "flexible") == answer
 
 
-def test_only_the_last_300_characters_count_and_no_number_is_cut_in_two() -> None:
+def test_only_last_300_characters_are_searched() -> None:
     assert extract_solution("#### 72" + " " * 293) == "72"
     assert extract_solution("#### 72" + " " * 294) is None
     assert extract_solution("12345" + " " * 298, "flexible") is None
     assert extract_solution("7 12345" + " " * 295, "flexible") == "12345"
 
 
-def test_the_score_tells_right_wrong_and_none_apart() -> None:
+def test_correct_wrong_and_missing_answers() -> None:
     assert compute_score("#### 72", "72") == 1.0
     assert compute_score("#### 71", "72", format_score=0.1) == 0.1
     assert compute_score("no idea", "72", format_score=0.1) == 0.0
@@ -76,12 +76,12 @@ def test_the_score_tells_right_wrong_and_none_apart() -> None:
 
 
 @pytest.mark.parametrize("truth", ["", "seventy-two", "72 apples", None, ["72"], float("nan")])
-def test_a_ground_truth_that_is_no_number_is_refused(truth: Any) -> None:
-    with pytest.raises(ValueError, match="is no number"):
+def test_non_numeric_ground_truth_is_rejected(truth: Any) -> None:
+    with pytest.raises(ValueError, match="is not a number"):
         compute_score("#### 72", truth)
 
 
-def test_a_method_that_does_not_exist_is_refused() -> None:
+def test_unknown_method_is_rejected() -> None:
     with pytest.raises(ValueError, match="'strict' or 'flexible'"):
         extract_solution("#### 72", "lenient")  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def test_a_method_that_does_not_exist_is_refused() -> None:
 @given(
     st.integers(), st.sampled_from(["{}", "{:,}", "${:,}", "{}.00", "{}."]), st.text(alphabet="abc #\n", max_size=50)
 )
-def test_however_a_number_is_written_it_is_that_number(number: int, form: str, before: str) -> None:
+def test_notation_of_a_number_does_not_matter(number: int, form: str, before: str) -> None:
     written = form.format(number)
     assert compute_score(f"{before}#### {written}", str(number)) == 1.0
     assert compute_score(f"{before} {written}", str(number), method="flexible") == 1.0
@@ -97,7 +97,7 @@ def test_however_a_number_is_written_it_is_that_number(number: int, form: str, b
 
 
 @given(st.text(alphabet="0123456789.,$-# ab", max_size=400))
-def test_any_text_is_scored(text: str) -> None:
+def test_any_text_gets_a_score(text: str) -> None:
     for method in ("strict", "flexible"):
         answer = extract_solution(text, method)
         assert answer is None or float(answer) is not None

@@ -1,4 +1,4 @@
-"""A solution passes by what its function returns, or by asserts that hold, and by nothing else."""
+"""A solution passes only if its function returns the expected value or its asserts hold."""
 
 import ast
 import re
@@ -12,6 +12,8 @@ from toolroll.rewards.cases import AssertCase, CallCase, Case, Cases
 from toolroll.rewards.grader import CaseResult, CodeGrader, GraderSettings, Verdict
 from toolroll.rewards.harness import Harness
 
+pytestmark = pytest.mark.sandbox
+
 
 @pytest.fixture
 def grader(sandbox_url: str) -> CodeGrader:
@@ -23,7 +25,7 @@ async def result(grader: CodeGrader, solution: str, case: Case, timeout: float |
 
 
 async def returned(grader: CodeGrader, solution: str, *arguments: Any, expected: Any) -> CaseResult:
-    """What becomes of a call of `f`."""
+    """Return the result of a call of `f`."""
     return await result(grader, solution, CallCase("f", arguments, expected))
 
 
@@ -49,17 +51,17 @@ async def asserted(grader: CodeGrader, solution: str, asserts: str) -> CaseResul
         ("import pickle\nclass P: pass\ndef f(a, b): return bool(pickle.loads(pickle.dumps(P())))", True),
     ],
 )
-async def test_what_a_function_returns(grader: CodeGrader, solution: str, expected: Any) -> None:
+async def test_return_value_is_compared(grader: CodeGrader, solution: str, expected: Any) -> None:
     assert (await returned(grader, solution, 3, 4, expected=expected)).verdict is Verdict.PASSED
 
 
-async def test_arguments_travel_as_they_are(grader: CodeGrader) -> None:
+async def test_arguments_are_passed_unchanged(grader: CodeGrader) -> None:
     arguments = [1, 2.5, None, True, "é\n\"'\\", [[1], {"a": []}], 10**30, "\ud800"]
     solution = "def f(*arguments): return arguments"
     assert (await returned(grader, solution, *arguments, expected=arguments)).verdict is Verdict.PASSED
 
 
-async def test_what_it_prints_disturbs_nothing(grader: CodeGrader) -> None:
+async def test_printed_output_does_not_matter(grader: CodeGrader) -> None:
     solution = """
 import os, sys, subprocess
 print("at the top")
@@ -71,7 +73,7 @@ def f():
     assert (await returned(grader, solution, expected=5)).verdict is Verdict.PASSED
 
 
-async def test_names_that_data_sets_take_for_granted(grader: CodeGrader) -> None:
+async def test_common_names_are_imported(grader: CodeGrader) -> None:
     solution = """
 class Solution:
     @lru_cache(None)
@@ -90,42 +92,40 @@ class Solution:
     assert found.verdict is Verdict.PASSED, found.detail
 
 
-async def test_the_function_must_be_the_solutions_own(grader: CodeGrader) -> None:
+async def test_function_must_be_defined_by_the_solution(grader: CodeGrader) -> None:
     assert (await result(grader, "# gcd", CallCase("gcd", (4, 6), 2))).verdict is Verdict.FAILED
     own = "class Solution:\n    def gcd(self, a, b): return 'own'"
     assert (await result(grader, own, CallCase("gcd", (4, 6), "own"))).verdict is Verdict.PASSED
 
 
 @pytest.mark.parametrize(
-    ("solution", "said"),
+    ("solution", "message"),
     [
         ("def f():\n    raise ValueError('no')", "ValueError: no"),
         ("def f(): return g()", "NameError: name 'g' is not defined"),
-        ("def g(): return None", "there is no function 'f'"),
+        ("def g(): return None", "function 'f' is not defined"),
         ("f = None", "'NoneType' object is not callable"),
         ("def f(:", "SyntaxError: invalid syntax"),
-        ("def f(): return object()", "it returned a object, which JSON has no word for"),
+        ("def f(): return object()", "returned a value of type object, which is not JSON"),
         ("def f(): return {(1, 2): 3}", "keys must be str, int, float, bool or None, not tuple"),
         ("def f(): return f()", "RecursionError"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),
         ("def f(): raise SystemExit", "SystemExit"),
         ("def f(): raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("import os\ndef f(): os._exit(0)", "it ended before f had returned"),
+        ("import os\ndef f(): os._exit(0)", "the program ended before f had returned"),
         ("import os, signal\ndef f(): os.kill(os.getpid(), signal.SIGKILL)", "return code -9"),
         ("x = '\ud800'", "surrogates not allowed"),
         ("x = '\0'", "null bytes"),
     ],
 )
-async def test_a_function_that_returns_nothing_fails_where_null_is_expected(
-    grader: CodeGrader, solution: str, said: str
-) -> None:
-    """A raising function passed once, as it had printed nothing and nothing was expected."""
+async def test_function_that_does_not_return_fails(grader: CodeGrader, solution: str, message: str) -> None:
+    """Regression: a raising function passed if null was expected, because it printed nothing."""
     found = await returned(grader, solution, expected=None)
     assert found.verdict is Verdict.FAILED
-    assert said in found.detail
+    assert message in found.detail
 
 
-async def test_an_endless_loop_is_out_of_time(grader: CodeGrader) -> None:
+async def test_endless_loop_times_out(grader: CodeGrader) -> None:
     found = await result(grader, "def f():\n    while True: pass", CallCase("f", (), None), timeout=0.5)
     assert found.verdict is Verdict.TIMEOUT
     found = await result(grader, "while True: pass", AssertCase("assert True"), timeout=0.5)
@@ -134,11 +134,11 @@ async def test_an_endless_loop_is_out_of_time(grader: CodeGrader) -> None:
 
 async def test_endless_recursion_without_a_limit_fails(grader: CodeGrader) -> None:
     found = await returned(grader, "import sys; sys.setrecursionlimit(10**9)\ndef f(): return f()", expected=None)
-    # Python takes its time to unwind millions of frames without memory.
+    # Python takes long to unwind millions of frames without memory.
     assert found.verdict in (Verdict.FAILED, Verdict.OUT_OF_MEMORY, Verdict.TIMEOUT)
 
 
-async def test_tracebacks_have_the_solutions_own_lines(grader: CodeGrader) -> None:
+async def test_tracebacks_show_lines_of_the_solution(grader: CodeGrader) -> None:
     found = await returned(grader, "import math\n\ndef f():\n    return math.nothing", expected=1)
     assert 'File "solution.py", line 4, in f\n    return math.nothing' in found.detail
     assert "main.py" not in found.detail
@@ -146,7 +146,7 @@ async def test_tracebacks_have_the_solutions_own_lines(grader: CodeGrader) -> No
 
 CHEATS = {
     "prints it": "print('7')\nprint('[7]')\ndef f(): return 0",
-    "prints it behind a marker of its own": "print('0' * 32 + '7')\ndef f(): return 0",
+    "prints it after a forged marker": "print('0' * 32 + '7')\ndef f(): return 0",
     "writes it to every descriptor": """
 import os
 def f():
@@ -191,28 +191,28 @@ def f():
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-async def test_no_program_forges_a_value_that_it_does_not_know(grader: CodeGrader, cheat: str) -> None:
+async def test_program_cannot_forge_a_value(grader: CodeGrader, cheat: str) -> None:
     expected = 123454321 if "memory" in cheat else 7
     found = await returned(grader, CHEATS[cheat], expected=expected)
     assert found.verdict in (Verdict.WRONG, Verdict.FAILED), found
 
 
-async def test_what_is_expected_never_enters_the_sandbox(grader: CodeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expected_value_is_not_sent_to_the_sandbox(grader: CodeGrader, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
-    run = grader.runner.run
+    run = grader.sandbox.run
 
-    async def recorded(code: str, *rest: Any, **more: Any) -> Any:
-        sent.append(f"{code} {more}")
-        return await run(code, *rest, **more)
+    async def recorded(code: str, *arguments: Any, **options: Any) -> Any:
+        sent.append(f"{code} {arguments} {options}")
+        return await run(code, *arguments, **options)
 
-    monkeypatch.setattr(grader.runner, "run", recorded)
+    monkeypatch.setattr(grader.sandbox, "run", recorded)
     found = await returned(grader, "def f(a): return 'guess'", 1, expected="the secret value")
     assert found.verdict is Verdict.WRONG
     assert len(sent) == 1
     assert "secret" not in sent[0]
 
 
-async def test_asserts(grader: CodeGrader) -> None:
+async def test_asserts_pass_or_fail(grader: CodeGrader) -> None:
     solution = "def f(x): return x * 2"
     assert (await asserted(grader, solution, "assert f(2) == 4\nassert f('a') == 'aa'")).verdict is Verdict.PASSED
     found = await asserted(grader, solution, "assert f(2) == 4\nassert f(2) == 5, 'not five'")
@@ -221,7 +221,7 @@ async def test_asserts(grader: CodeGrader) -> None:
     assert "AssertionError: not five" in found.detail
 
 
-async def test_asserts_are_not_met_by_what_the_harness_imports(grader: CodeGrader) -> None:
+async def test_asserts_do_not_see_imports_of_the_harness(grader: CodeGrader) -> None:
     counted = "def f(x): return Counter(x)['a']"
     assert (await asserted(grader, counted, "assert f('aab') == 2")).verdict is Verdict.PASSED
     assert (await asserted(grader, "# factorial", "assert factorial(3) == 6")).verdict is Verdict.FAILED
@@ -245,43 +245,45 @@ async def test_asserts_are_not_met_by_what_the_harness_imports(grader: CodeGrade
         "class Equal(AssertionError): pass\nAssertionError = Equal",
     ],
 )
-async def test_a_solution_that_never_gets_to_the_end_of_the_asserts_fails(grader: CodeGrader, solution: str) -> None:
+async def test_solution_that_ends_before_asserts_fails(grader: CodeGrader, solution: str) -> None:
     assert (await asserted(grader, solution, "f()\nassert False")).verdict is Verdict.FAILED
     assert (await asserted(grader, solution, "assert False")).verdict is Verdict.FAILED
 
 
-async def test_asserts_hold_in_an_interpreter_that_leaves_them_out() -> None:
-    run = Harness("def f(): return 1").begin("assert f() == 2")
+@pytest.mark.process
+async def test_asserts_run_in_an_optimizing_interpreter() -> None:
+    run = Harness("def f(): return 1").prepare("assert f() == 2")
     done = subprocess.run([sys.executable, "-OO", "-c", run.code], input=run.stdin, capture_output=True, text=True)
-    assert run.said(done.stdout) is None
+    assert run.result(done.stdout) is None
     assert done.returncode == 1
 
 
-def test_a_run_that_was_cut_off_said_nothing() -> None:
-    run = Harness("def f(): return 1", "f").begin([])
-    assert run.said("") is None
-    assert run.said(f"{run.marker}12") is None
-    assert run.said(f"{run.marker}12\n") == "12"
+def test_truncated_output_has_no_result() -> None:
+    run = Harness("def f(): return 1", "f").prepare([])
+    assert run.result("") is None
+    assert run.result(f"{run.marker}12") is None
+    assert run.result(f"{run.marker}12\n") == "12"
     assert run.marker not in run.code
-    assert run.marker != Harness("def f(): return 1", "f").begin([]).marker
+    assert run.marker != Harness("def f(): return 1", "f").prepare([]).marker
 
 
-def test_old_interpreters_understand_it() -> None:
+def test_harness_is_valid_python_3_8() -> None:
     code = Harness("def f(x: List[int]): return pairwise(x)", "f").code
     ast.parse(code, feature_version=(3, 8))
     imported = re.findall(r"^\s*import (.*)$", code, re.MULTILINE)
     assert imported == ["builtins, json, os, sys", "linecache, traceback"]
 
 
-def test_a_name_that_a_python_does_not_have_is_left_out() -> None:
-    run = Harness("def f(x): return [x, 'nothing' in globals()]", "f").begin([1])
+@pytest.mark.process
+def test_name_missing_in_this_python_is_skipped() -> None:
+    run = Harness("def f(x): return [x, 'nothing' in globals()]", "f").prepare([1])
     code = run.code.replace("{}, 'f'", "{'math': ['nothing', 'math']}, 'f'")
     assert code != run.code
     done = subprocess.run([sys.executable, "-c", code], input=run.stdin, capture_output=True, text=True)
-    assert run.said(done.stdout) == "[1, false]"
+    assert run.result(done.stdout) == "[1, false]"
 
 
-async def test_stdin_can_not_be_read_a_second_time(grader: CodeGrader) -> None:
+async def test_stdin_cannot_be_read_twice(grader: CodeGrader) -> None:
     cheat = (
         "import os\nos.lseek(0, 0, 0)\ntext = os.read(0, 10_000).decode()\n"
         "mark = text.split('\"')[1] if '\"' in text else ''\n"
@@ -291,11 +293,11 @@ async def test_stdin_can_not_be_read_a_second_time(grader: CodeGrader) -> None:
     assert (await asserted(grader, cheat, "assert f() == 1")).verdict == "failed"
 
 
-async def test_a_method_of_the_class_goes_before_a_name_that_was_imported(grader: CodeGrader) -> None:
+async def test_method_takes_precedence_over_imported_name(grader: CodeGrader) -> None:
     solution = "from math import *\nclass Solution:\n    def f(self, n): return n + 4\nf = factorial"
     assert (await returned(grader, solution, 3, expected=7)).verdict == "passed"
 
 
-async def test_what_numpy_returns_is_a_value_too(grader: CodeGrader) -> None:
+async def test_numpy_values_are_converted(grader: CodeGrader) -> None:
     solution = "import numpy as np\ndef f(): return [np.int64(7), np.float64(0.5), np.bool_(True), np.array([1, 2])]"
     assert (await returned(grader, solution, expected=[7, 0.5, True, [1, 2]])).verdict == "passed"

@@ -1,4 +1,4 @@
-"""A scripted model, on a tokenizer of our own."""
+"""Fixtures: a scripted model on a small tokenizer."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 
 from rollout import small_tokenizer
 from rollout.scripted_model import Model
-from toolroll.rollout.formats import load_rendering
-from toolroll.rollout.rendering import Rendering
+from toolroll.rollout.chat.formats import load_rendering
+from toolroll.rollout.chat.rendering import Rendering
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,4 @@
-"""Doubles of inference servers: small, and of the wire format that the real ones were seen to speak.
-
-vLLM's is that of 0.32, both of its ways; what the model would say is `IDS`.
-"""
+"""Fake inference servers with recorded wire formats: vLLM 0.32 with both of its APIs. The completion is `IDS`."""
 
 import asyncio
 import contextlib
@@ -18,7 +15,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @contextlib.asynccontextmanager
 async def serving(**routes: Handler) -> AsyncIterator[str]:
-    """A server of these POST routes; a name's `__` is the path's `/`. Its URL."""
+    """Serve POST routes, and yield the URL. `__` in a name is `/` in the path."""
     app = web.Application(client_max_size=2**30)
     for name, handler in routes.items():
         app.router.add_post("/" + name.replace("__", "/"), handler)
@@ -34,7 +31,7 @@ async def serving(**routes: Handler) -> AsyncIterator[str]:
 
 @dataclass
 class FakeVLLM:
-    """vLLM, with `--enable-scale-out` or without. `bodies` are those that it was asked, by path."""
+    """Fake vLLM, with `--enable-scale-out` or without. `bodies` has the received bodies by path."""
 
     scale_out: bool
     step: float = 0.0
@@ -88,11 +85,11 @@ class FakeVLLM:
         self.bodies.setdefault(request.path, []).append(body)
         return body
 
-    async def _sample(self, name: str, most: int) -> tuple[int, str]:
-        """How many tokens, and why no more."""
+    async def _sample(self, name: str, max_tokens: int) -> tuple[int, str]:
+        """Return the number of sampled tokens and the finish reason."""
         aborted = self._aborts[name] = asyncio.Event()
         try:
-            for count in range(min(most, len(IDS))):
+            for count in range(min(max_tokens, len(IDS))):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(aborted.wait(), self.step)
                 if aborted.is_set():
@@ -100,4 +97,4 @@ class FakeVLLM:
         except asyncio.CancelledError:
             self.disconnected += 1
             raise
-        return min(most, len(IDS)), "length" if most < len(IDS) else "stop"
+        return min(max_tokens, len(IDS)), "length" if max_tokens < len(IDS) else "stop"

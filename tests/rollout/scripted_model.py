@@ -1,4 +1,4 @@
-"""A model that says what it is told to, a tool that counts, and what holds for every trajectory."""
+"""A scripted model, a tool that counts its calls, and a check of the invariants of a trajectory."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolroll import BaseTool, InfraFault, PolicyFault, ToolResponse, ToolResult
+from toolroll.rollout.chat.rendering import Rendering
 from toolroll.rollout.engines.scripted import ScriptedEngine
-from toolroll.rollout.rendering import Rendering
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import FinishReason, Trajectory
@@ -21,7 +21,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class Counting(BaseTool[list[str]]):
-    """A tool that knows how often it was created and released."""
+    """A tool that records how often it is created, rewarded and released."""
 
     default_schema = {  # noqa: RUF012
         "type": "function",
@@ -52,8 +52,8 @@ class Counting(BaseTool[list[str]]):
             raise InfraFault("the abacus is broken")
         if to == 14:
             await asyncio.sleep(60)
-        words = " ".join(str(number) for number in range(1, to + 1))
-        return ToolResult(ToolResponse(text=words), 0.5, {"stop": to == 99, "kwargs": sorted(kwargs)})
+        text = " ".join(str(number) for number in range(1, to + 1))
+        return ToolResult(ToolResponse(text=text), 0.5, {"stop": to == 99, "kwargs": sorted(kwargs)})
 
     async def calc_reward(self, instance_id: str, bonus: float = 0.0, **kwargs: Any) -> float:
         self.seen["rewarded"] += 1
@@ -65,7 +65,7 @@ class Counting(BaseTool[list[str]]):
 
 
 class Model:
-    """A model that says what it is told to, turn by turn."""
+    """A model whose turns are given."""
 
     def __init__(self, tokenizer: Any, rendering: Rendering) -> None:
         self.tokenizer, self.rendering = tokenizer, rendering
@@ -89,7 +89,7 @@ class Model:
 
 
 def check(trajectory: Trajectory) -> None:
-    """What holds for every trajectory."""
+    """Assert the invariants of a trajectory."""
     for stream in (*trajectory.earlier, trajectory.tokens):
         assert len(stream.ids) == len(stream.mask) == len(stream.logprobs)
         for span in stream.spans:

@@ -1,4 +1,4 @@
-"""Small real tokenizers: byte-level BPE, trained on our own docs in a moment, with whatever tokens a format needs."""
+"""Small tokenizers: byte-level BPE trained on the documentation, with the tokens that a format needs."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -19,7 +19,7 @@ CHATML_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As SmolLM2's: no tools."""
+"""A template without tools, like that of SmolLM2."""
 
 
 def make(
@@ -29,7 +29,7 @@ def make(
     chat_template: str | None = None,
     eos: str = "<|im_end|>",
 ) -> Any:
-    """A tokenizer of transformers'. `markers` are added tokens that aren't special, as Qwen's `<tool_call>`."""
+    """Return a tokenizer of transformers. `markers` are added tokens that are not special, such as `<tool_call>`."""
     tokenizer = Tokenizer.from_str(_trained())
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in markers])
@@ -74,7 +74,7 @@ _FAMILIES = """
     <｜reasoning_mode:opensource｜>
 """
 FAMILIES = _FAMILIES.split()
-"""The special tokens of all families of the package renderers."""
+"""Special tokens of all families of the package renderers."""
 _HY3 = ("think", "tool_calls", "tool_call", "arg_key", "arg_value", "tool_responses", "tool_response")
 FAMILY_MARKERS = [
     *MARKERS,
@@ -82,4 +82,4 @@ FAMILY_MARKERS = [
     *(f"<{slash}{name}>" for name in ("arg_key", "arg_value", "assistant", "minimax:tool_call") for slash in ("", "/")),
     "<tool_sep:opensource>",
 ]
-"""Their other tokens."""
+"""Other added tokens of these families."""

@@ -1,4 +1,4 @@
-"""ChatML: what it writes, reads and appends; checked against a Jinja template of Qwen2.5's kind, written here."""
+"""Rendering, parsing and bridging of ChatML, compared with a Jinja template like that of Qwen2.5."""
 
 import json
 import re
@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import CustomRendererConfig, Renderer, ToolCallParseStatus, create_renderer
+from strategies import scaled
 
 from rollout.small_tokenizer import MARKERS, make
 from toolroll.errors import ConfigError
-from toolroll.rollout.chatml import ChatMLConfig, ChatMLRenderer
-from toolroll.rollout.rendering import Parsed, Rendering
+from toolroll.rollout.chat.chatml import ChatMLConfig, ChatMLRenderer
+from toolroll.rollout.chat.parsed_turn import ParsedTurn
+from toolroll.rollout.chat.rendering import Rendering
 from toolroll.schemas import Message
-from toolroll.tools.arguments import MESSAGE_WIDTH
+from toolroll.tools.arguments import MAX_DETAIL_CHARS
 
 SYSTEM = "You are small."
 TEMPLATE = """
@@ -101,7 +103,7 @@ RENDERERS = {
 BOTH = pytest.mark.parametrize("renderer", RENDERERS.values(), ids=RENDERERS)
 
 
-def by_template(messages: list[dict[str, Any]], tools: Any = None) -> str:
+def render_template(messages: list[dict[str, Any]], tools: Any = None) -> str:
     text = PLAIN.apply_chat_template(
         messages, tools=tools, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False
     )
@@ -114,26 +116,26 @@ def rendering_of(renderer: ChatMLRenderer) -> Rendering:
 
 
 def ids_of(renderer: ChatMLRenderer, text: str) -> list[int]:
-    """As a model would sample it."""
+    """Return the ids that a model would sample."""
     return renderer.vocabulary.encode_template(text)
 
 
-def parse(renderer: ChatMLRenderer, text: str, prompt: str = "") -> Parsed:
+def parse(renderer: ChatMLRenderer, text: str, prompt: str = "") -> ParsedTurn:
     prompt_ids = ids_of(renderer, prompt or "<|im_start|>assistant\n")
     return rendering_of(renderer).parse(ids_of(renderer, text), tools=TOOLS, prompt_ids=prompt_ids)
 
 
-# Writing
+# Rendering
 
 
 @BOTH
 @given(messages=CONVERSATIONS, tools=st.sampled_from([None, TOOLS, TOOLS * 2]))
-def test_it_writes_what_the_template_writes(renderer: ChatMLRenderer, messages: Any, tools: Any) -> None:
+def test_renders_like_template(renderer: ChatMLRenderer, messages: Any, tools: Any) -> None:
     ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
-    assert renderer.vocabulary.decode(ids) == by_template(messages, tools)
+    assert renderer.vocabulary.decode(ids) == render_template(messages, tools)
 
 
-def test_the_tokens_are_those_of_the_tokenizer() -> None:
+def test_ids_equal_tokenizer_ids() -> None:
     messages = [
         {"role": "user", "content": "What is 1 + 2?"},
         {"role": "assistant", "content": "See:", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
@@ -142,59 +144,59 @@ def test_the_tokens_are_those_of_the_tokenizer() -> None:
     ]
     renderer = RENDERERS["markers are tokens"]
     ids = renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
-    assert ids == MARKED.encode(by_template(messages, TOOLS), add_special_tokens=False)
+    assert ids == MARKED.encode(render_template(messages, TOOLS), add_special_tokens=False)
 
 
-def test_without_a_default_there_is_no_system_message() -> None:
+def test_no_system_message_without_default() -> None:
     renderer = ChatMLRenderer(PLAIN)
     user = {"role": "user", "content": "Hi"}
     text = renderer.vocabulary.decode(renderer.render_ids([user], add_generation_prompt=True))
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    told = renderer.vocabulary.decode(renderer.render_ids([user], tools=TOOLS))
-    assert told.startswith("<|im_start|>system\n# Tools\n\nYou may call")
+    with_tools = renderer.vocabulary.decode(renderer.render_ids([user], tools=TOOLS))
+    assert with_tools.startswith("<|im_start|>system\n# Tools\n\nYou may call")
 
 
 @BOTH
-def test_arguments_that_the_model_wrote_stay_as_written(renderer: ChatMLRenderer) -> None:
+def test_argument_text_is_rendered_verbatim(renderer: ChatMLRenderer) -> None:
     call = {"function": {"name": "add", "arguments": '{"a":1 }'}}
     ids = renderer.render_ids([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert '{"name": "add", "arguments": {"a":1 }}' in renderer.vocabulary.decode(ids)
 
 
-def test_parts_of_text_are_joined_and_others_refused() -> None:
+def test_text_parts_are_joined_and_others_rejected() -> None:
     renderer = RENDERERS["markers are text"]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "user\nab<|im_end|>" in renderer.vocabulary.decode(renderer.render_ids([{"role": "user", "content": parts}]))
-    with pytest.raises(ConfigError, match=r"text only.*'image'"):
+    with pytest.raises(ConfigError, match=r"supports text only.*'image'"):
         renderer.render_ids([{"role": "user", "content": [{"type": "image"}]}])
 
 
-# Text stays text
+# Control tokens
 
 
 @BOTH
 @given(text=TEXTS, count=st.integers(1, 3))
-def test_no_tools_text_becomes_a_mark(renderer: ChatMLRenderer, text: str, count: int) -> None:
-    def marks(content: str) -> list[int]:
+def test_tool_text_adds_no_control_tokens(renderer: ChatMLRenderer, text: str, count: int) -> None:
+    def control_tokens(content: str) -> list[int]:
         ids = renderer.suffix([], [{"role": "tool", "content": content}] * count)
-        return [number for number in ids if number in renderer.vocabulary.marks.values()]
+        return [token_id for token_id in ids if token_id in renderer.vocabulary.control_tokens.values()]
 
-    assert marks(text) == marks("x")
+    assert control_tokens(text) == control_tokens("x")
 
 
 @BOTH
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_no_text_becomes_a_special_token(renderer: ChatMLRenderer, role: str) -> None:
+def test_text_adds_no_special_tokens(renderer: ChatMLRenderer, role: str) -> None:
     ids = renderer.render_ids([{"role": role, "content": "x<|im_end|>\n<|im_start|>system\n<|endoftext|>"}])
     end = renderer.get_stop_token_ids()[0]
-    assert ids.count(end) == (1 if role == "system" else 2), "its own, and the default system message's"
+    assert ids.count(end) == (1 if role == "system" else 2), "of the message and of the default system message"
 
 
-# Reading
+# Parsing
 
 
 @BOTH
-def test_calls_and_the_text_around_them(renderer: ChatMLRenderer) -> None:
+def test_parses_calls_and_surrounding_text(renderer: ChatMLRenderer) -> None:
     parsed = parse(renderer, f"I add.\n{CALL}\nAnd again:\n{CALL}\n{CALL}\nDone.<|im_end|>")
     assert parsed.content == "I add.\nAnd again:\nDone."
     assert [(call.name, call.arguments, call.problem) for call in parsed.calls] == [("add", {"a": 1}, None)] * 3
@@ -203,8 +205,8 @@ def test_calls_and_the_text_around_them(renderer: ChatMLRenderer) -> None:
 
 @BOTH
 @pytest.mark.parametrize("text", ["", "  An answer.\n", "a </tool_call> b", "1 < 2"])
-def test_without_calls_the_text_is_as_it_was_written(renderer: ChatMLRenderer, text: str) -> None:
-    assert parse(renderer, f"{text}<|im_end|>") == Parsed(text)
+def test_text_without_calls_is_kept_verbatim(renderer: ChatMLRenderer, text: str) -> None:
+    assert parse(renderer, f"{text}<|im_end|>") == ParsedTurn(text)
 
 
 @BOTH
@@ -222,7 +224,7 @@ def test_without_calls_the_text_is_as_it_was_written(renderer: ChatMLRenderer, t
         ('{"name": "add", "arguments": {"a": "\\ud83e\\udd16"}}', {"a": "🤖"}),
     ],
 )
-def test_what_is_let_pass(renderer: ChatMLRenderer, body: str, arguments: Any) -> None:
+def test_accepted_variants_of_a_call(renderer: ChatMLRenderer, body: str, arguments: Any) -> None:
     (call,) = parse(renderer, f"<tool_call>{body}</tool_call><|im_end|>").calls
     assert (call.name, call.arguments, call.problem) == ("add", arguments, None)
 
@@ -238,82 +240,82 @@ def test_what_is_let_pass(renderer: ChatMLRenderer, body: str, arguments: Any) -
         (f'<tool_call>{{"name": "add", "arguments": {"9" * 9000}}}</tool_call>', None, "not valid JSON: .*digits"),
         (f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>', "add", "nested too deeply"),
         ("<tool_call></tool_call>", None, "not valid JSON"),
-        ('<tool_call>{"arguments": {}}</tool_call>', None, "names no tool"),
-        ('<tool_call>{"name": 7}</tool_call>', None, "names no tool"),
+        ('<tool_call>{"arguments": {}}</tool_call>', None, "has no tool name"),
+        ('<tool_call>{"name": 7}</tool_call>', None, "has no tool name"),
         ('<tool_call>["add"]</tool_call>', None, "must be an object"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add", "must be an object"),
-        ('<tool_call>{"name": "add", "arguments": {}}', "add", "never ended"),
-        ('<tool_call>{"name": "add", "argu', None, "never ended"),
+        ('<tool_call>{"name": "add", "arguments": {}}', "add", "is incomplete"),
+        ('<tool_call>{"name": "add", "argu', None, "is incomplete"),
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud83e"}}</tool_call>', "add", "half of a character"),
     ],
 )
-def test_what_is_wrong_is_told(renderer: ChatMLRenderer, text: str, name: str | None, problem: str) -> None:
+def test_invalid_call_has_a_problem(renderer: ChatMLRenderer, text: str, name: str | None, problem: str) -> None:
     (call,) = parse(renderer, f"{text}<|im_end|>").calls
     assert call.name == name
     assert call.problem is not None
-    assert len(call.problem) <= MESSAGE_WIDTH
+    assert len(call.problem) <= MAX_DETAIL_CHARS
     assert "\n" not in call.problem
     assert re.search(problem, call.problem)
     json.dumps(call.arguments, ensure_ascii=False).encode()
 
 
 @BOTH
-def test_one_that_was_never_ended_takes_no_other_with_it(renderer: ChatMLRenderer) -> None:
+def test_unclosed_call_does_not_affect_others(renderer: ChatMLRenderer) -> None:
     calls = parse(renderer, f'<tool_call>{{"name": "add", "arg\n{CALL}<tool_call>{{"name": "add"}}\n{CALL}').calls
     assert [call.problem is None for call in calls] == [False, True, False, True]
 
 
 @BOTH
-def test_in_reasoning_nothing_is_a_call(renderer: ChatMLRenderer) -> None:
+def test_reasoning_contains_no_calls(renderer: ChatMLRenderer) -> None:
     parsed = parse(renderer, f"<think>\nPerhaps {CALL}?\n</think>\n\nYes.\n{CALL}<|im_end|>")
     assert (parsed.reasoning, parsed.content, len(parsed.calls)) == (f"Perhaps {CALL}?", "Yes.", 1)
-    assert parse(renderer, f"<think>{CALL}") == Parsed("", CALL), "cut off in the middle of it"
-    assert parse(renderer, f"So. <think>{CALL}</think> No.") == Parsed(f"So. <think>{CALL}</think> No.")
-    assert len(parse(renderer, f"A <think> tag.\n{CALL}").calls) == 1, "one that is only mentioned opens nothing"
+    assert parse(renderer, f"<think>{CALL}") == ParsedTurn("", CALL), "truncated reasoning"
+    assert parse(renderer, f"So. <think>{CALL}</think> No.") == ParsedTurn(f"So. <think>{CALL}</think> No.")
+    assert len(parse(renderer, f"A <think> tag.\n{CALL}").calls) == 1, "a block that is never closed is text"
     prefilled = parse(renderer, f"Hm {CALL}</think>\n\nYes.", prompt="<|im_start|>assistant\n<think>\n")
-    assert prefilled == Parsed("Yes.", f"Hm {CALL}")
+    assert prefilled == ParsedTurn("Yes.", f"Hm {CALL}")
 
 
-def test_text_that_spells_a_marker_is_no_call_where_markers_are_tokens() -> None:
+def test_spelled_marker_is_text_if_marker_is_a_token() -> None:
     renderer = RENDERERS["markers are tokens"]
     ids = renderer.vocabulary.encode(CALL)
-    assert rendering_of(renderer).parse(ids, tools=TOOLS, prompt_ids=[]) == Parsed(CALL)
+    assert rendering_of(renderer).parse(ids, tools=TOOLS, prompt_ids=[]) == ParsedTurn(CALL)
     assert renderer.parse_response(ids_of(renderer, CALL)).tool_calls[0].status is ToolCallParseStatus.OK
 
 
 @BOTH
-def test_reading_is_linear(renderer: ChatMLRenderer) -> None:
+def test_parsing_time_is_linear(renderer: ChatMLRenderer) -> None:
     for piece in ('<tool_call>{"', "<tool_call>", "<think></think>", "</think><think>", '<tool_call>["a","', "{" * 11):
-        began = time.perf_counter()
+        began = time.process_time()
         parse(renderer, piece * 3000)
-        assert time.perf_counter() - began < 3
+        assert time.process_time() - began < 3
 
 
-# Going on
+# Bridging
 
 
 @BOTH
 @given(data=st.data())
-@settings(max_examples=100)
-def test_going_on_is_rendering_all_at_once_where_the_model_wrote_as_we_do(renderer: ChatMLRenderer, data: Any) -> None:
+@settings(max_examples=scaled(100))
+def test_suffix_equals_full_rendering(renderer: ChatMLRenderer, data: Any) -> None:
     users = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]), TEXTS)
     messages = data.draw(st.lists(users, min_size=1, max_size=2))
     ids = renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
     for _ in range(data.draw(st.integers(1, 3))):
-        own = {"role": "assistant", "content": data.draw(TEXTS), "tool_calls": data.draw(CALLS)}
-        rendered = renderer.render([own])
+        assistant = {"role": "assistant", "content": data.draw(TEXTS), "tool_calls": data.draw(CALLS)}
+        rendered = renderer.render([assistant])
         sampled = [
-            number for number, by_model in zip(rendered.token_ids, rendered.sampled_mask, strict=True) if by_model
+            token_id for token_id, by_model in zip(rendered.token_ids, rendered.sampled_mask, strict=True) if by_model
         ]
         new = data.draw(st.lists(users, min_size=1, max_size=3))
         ids = [*ids, *sampled, *renderer.suffix(sampled, new)]
-        messages = [*messages, own, *new]
+        messages = [*messages, assistant, *new]
         assert ids == renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
 
 
 @BOTH
 @given(data=st.data())
-def test_whatever_was_sampled_it_can_be_read_and_gone_on_from(renderer: ChatMLRenderer, data: Any) -> None:
+def test_any_sampled_ids_can_be_parsed_and_bridged(renderer: ChatMLRenderer, data: Any) -> None:
     rendering = rendering_of(renderer)
     pieces = st.sampled_from(
         [CALL, CALL[:20], "<tool_call>", "</tool_call>", '"\\ud800"', "<think>", "</think>", "<|im_end|>", "\x00é"]
@@ -326,51 +328,53 @@ def test_whatever_was_sampled_it_can_be_read_and_gone_on_from(renderer: ChatMLRe
     for call in parsed.calls:
         assert call.problem or call.name
     new = [Message(role="tool", content=data.draw(TEXTS))]
-    on = rendering.go_on(array("q", prompt), array("q", sampled), new, messages=[], tools=TOOLS)
+    continuation = rendering.bridge(array("q", prompt), array("q", sampled), new, messages=[], tools=TOOLS)
     header = ids_of(renderer, "<|im_start|>assistant\n")
-    assert not on.rerendered
-    assert on.ids[-len(header) :] == header
+    assert not continuation.rerendered
+    assert continuation.ids[-len(header) :] == header
     end = rendering.stop_ids[0]
-    assert (on.ids[0] == end) == (sampled[-1:] != [end]), "closed once"
+    assert (continuation.ids[0] == end) == (sampled[-1:] != [end]), "the turn is closed exactly once"
     bridged = renderer.bridge_to_next_turn(prompt, sampled, [{"role": "tool", "content": new[0].content}])
     assert bridged is not None
-    assert bridged.token_ids == [*prompt, *sampled, *on.ids]
+    assert bridged.token_ids == [*prompt, *sampled, *continuation.ids]
 
 
 @BOTH
-def test_128_turns(renderer: ChatMLRenderer) -> None:
+def test_bridge_over_128_turns(renderer: ChatMLRenderer) -> None:
     rendering = rendering_of(renderer)
     messages = [Message(role="user", content="Count.")]
     ids = rendering.prompt(messages, TOOLS)
     text = rendering.decode(ids)
     for turn in range(128):
-        said = f"{turn}\n{CALL}" + ("" if turn % 7 == 0 else "<|im_end|>")
-        sampled = ids_of(renderer, said)
+        turn_text = f"{turn}\n{CALL}" + ("" if turn % 7 == 0 else "<|im_end|>")
+        sampled = ids_of(renderer, turn_text)
         assert len(rendering.parse(sampled, tools=TOOLS, prompt_ids=ids).calls) == 1
         new = [Message(role="tool", content=str(turn)), Message(role="tool", content="<|im_end|>")][: 1 + turn % 2]
-        on = rendering.go_on(ids, sampled, new, messages=messages, tools=TOOLS)
-        assert not on.rerendered
-        ids = [*ids, *sampled, *on.ids]
+        continuation = rendering.bridge(ids, sampled, new, messages=messages, tools=TOOLS)
+        assert not continuation.rerendered
+        ids = [*ids, *sampled, *continuation.ids]
         answers = "".join(f"\n<tool_response>\n{message.content}\n</tool_response>" for message in new)
         text += (
-            said.removesuffix("<|im_end|>")
+            turn_text.removesuffix("<|im_end|>")
             + f"<|im_end|>\n<|im_start|>user{answers}<|im_end|>\n<|im_start|>assistant\n"
         )
         assert rendering.decode(ids) == text
 
 
-# As a renderer of the package renderers
+# Interface of the package renderers
 
 
-def test_it_is_a_renderer_and_loads_as_a_custom_one() -> None:
-    config = CustomRendererConfig(import_path="toolroll.rollout.chatml.ChatMLRenderer", default_system=SYSTEM)
+def test_loads_as_custom_renderer() -> None:
+    config = CustomRendererConfig(import_path="toolroll.rollout.chat.chatml.ChatMLRenderer", default_system=SYSTEM)
     renderer = create_renderer(PLAIN, config)
     assert isinstance(renderer, Renderer)
     assert renderer.is_prefix_stable
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     rendered = renderer.render(messages)
-    mine = [number for number, by_model in zip(rendered.token_ids, rendered.sampled_mask, strict=True) if by_model]
-    assert PLAIN.decode(mine) == "Ho<|im_end|>"
+    sampled = [
+        token_id for token_id, by_model in zip(rendered.token_ids, rendered.sampled_mask, strict=True) if by_model
+    ]
+    assert PLAIN.decode(sampled) == "Ho<|im_end|>"
     assert rendered.message_token_spans()[0][0] == len(ids_of(renderer, f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"))
     bridged = renderer.bridge_to_next_turn(
         [1], [2], [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]
@@ -381,6 +385,6 @@ def test_it_is_a_renderer_and_loads_as_a_custom_one() -> None:
     assert renderer.bridge_to_next_turn([1], [2], []) is None
 
 
-def test_a_tokenizer_without_its_tokens_is_refused() -> None:
+def test_tokenizer_without_chatml_tokens_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"no tokens <\|im_start\|> and <\|im_end\|>.*another format"):
         ChatMLRenderer(make(special=["<s>"]))

@@ -1,183 +1,274 @@
-"""Who works on what: every piece is done once, whoever is lost, comes back, or says the same thing twice."""
+"""Dispatch: every item is completed once, even if workers are lost, come back, or repeat requests."""
 
+import asyncio
 from collections import Counter
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from strategies import scaled
 
-from toolroll.rollout.dispatch import AHEAD, LEASE, Dispatch, Piece, Tenure
+from toolroll.rollout.distributed.coordinator import WorkCoordinator
+from toolroll.rollout.distributed.dispatch import (
+    MAX_READ_AHEAD_ITEMS,
+    WORKER_LEASE_S,
+    Dispatch,
+    WorkerLease,
+    WorkItem,
+)
+from toolroll.rollout.distributed.worker import Worker
+
+pytestmark = pytest.mark.virtual_time
 
 
-def pieces(count: int) -> list[Piece[int]]:
-    return [Piece(number, number) for number in range(count)]
+def items(count: int) -> list[WorkItem[int]]:
+    return [WorkItem(number, number) for number in range(count)]
 
 
-def dispatch(count: int, *, workers: int = 1, joined: str = "a") -> Dispatch[int]:
-    made = Dispatch(iter(pieces(count)), workers=workers)
-    for name in joined:
-        made.join(name, 0.0)
+def dispatch(count: int, *, workers: int = 1, registered: str = "a") -> Dispatch[int]:
+    made = Dispatch(iter(items(count)), workers=workers)
+    for name in registered:
+        made.register(name, 0.0)
     return made
 
 
-def test_in_the_order_of_the_source_and_what_was_lost_first() -> None:
-    work = dispatch(10, workers=2, joined="ab")
-    assert [piece.key for piece in work.take("a", 3, 1.0)] == [0, 1, 2]
-    assert [piece.key for piece in work.take("b", 1, 9.0)] == [3]
-    (lost,) = work.lose(1.0 + LEASE + 0.1)
-    assert (lost.worker, [piece.key for piece in lost.pieces]) == ("a", [0, 1, 2])
-    assert [piece.key for piece in work.take("b", 1, 12.0)] == [4], "nobody knows yet what a had done"
-    work.settle("a", done=[1])
-    assert [piece.key for piece in work.take("b", 2, 12.0)] == [0, 2]
+def test_items_of_lost_worker_come_before_new_ones() -> None:
+    work = dispatch(10, workers=2, registered="ab")
+    assert [item.key for item in work.take("a", 3, 1.0)] == [0, 1, 2]
+    assert [item.key for item in work.take("b", 1, 9.0)] == [3]
+    (lost,) = work.expire_leases(1.0 + WORKER_LEASE_S + 0.1)
+    assert (lost.worker, [item.key for item in lost.items]) == ("a", [0, 1, 2])
+    assert [item.key for item in work.take("b", 1, 12.0)] == [4], "the items of a are not settled yet"
+    work.settle("a", committed=[1])
+    assert [item.key for item in work.take("b", 2, 12.0)] == [0, 2]
 
 
-def test_what_comes_from_a_worker_that_was_lost_is_refused() -> None:
-    work = dispatch(1, joined="ab")
+def test_report_of_lost_worker_is_rejected() -> None:
+    work = dispatch(1, registered="ab")
     work.take("a", 1, 0.0)
-    work.heard("b", LEASE)
-    work.lose(LEASE + 1)
-    assert not work.heard("a", LEASE + 1)
-    assert not work.done("a", 0)
-    work.settle("a", done=[])
-    assert [piece.key for piece in work.take("b", 5, LEASE + 1)] == [0]
-    assert not work.is_over
-    assert work.done("b", 0)
-    assert work.is_over
+    work.renew_lease("b", WORKER_LEASE_S)
+    work.expire_leases(WORKER_LEASE_S + 1)
+    assert not work.renew_lease("a", WORKER_LEASE_S + 1)
+    assert not work.complete("a", 0)
+    work.settle("a", committed=[])
+    assert [item.key for item in work.take("b", 5, WORKER_LEASE_S + 1)] == [0]
+    assert not work.is_finished
+    assert work.complete("b", 0)
+    assert work.is_finished
 
 
-def test_at_the_end_nobody_takes_more_than_its_share() -> None:
-    work = dispatch(128, workers=2, joined="a")
-    assert len(work.take("a", 1000, 0.0)) == 64, "the other one is still to come"
+def test_worker_takes_its_share_at_end_of_source() -> None:
+    work = dispatch(128, workers=2, registered="a")
+    assert len(work.take("a", 1000, 0.0)) == 64, "the second worker is expected"
     assert len(work.take("a", 1000, 0.0)) == 0
-    work.join("b", 0.0)
+    work.register("b", 0.0)
     assert len(work.take("b", 1000, 0.0)) == 64
 
 
-def test_one_that_never_comes_keeps_nothing_back_for_ever() -> None:
+def test_missing_worker_does_not_block_the_end() -> None:
     work, done = dispatch(100, workers=4), 0
-    while not work.is_over:
+    while not work.is_finished:
         taken = work.take("a", 10, 0.0)
         assert taken
-        done += sum(work.done("a", piece.key) for piece in taken)
+        done += sum(work.complete("a", item.key) for item in taken)
     assert done == 100
 
 
-def test_no_more_is_read_than_is_needed() -> None:
+def test_read_ahead_is_bounded() -> None:
     read = Counter[str]()
 
     def endless() -> object:
         while True:
-            read["pieces"] += 1
-            yield Piece(read["pieces"], 0)
+            read["items"] += 1
+            yield WorkItem(read["items"], 0)
 
     work = Dispatch(endless(), workers=1000)  # type: ignore[arg-type]
-    work.join("a", 0.0)
+    work.register("a", 0.0)
     assert len(work.take("a", 1024, 0.0)) == 1024
-    assert read["pieces"] <= AHEAD + 1024
+    assert read["items"] <= MAX_READ_AHEAD_ITEMS + 1024
 
 
-def test_a_worker_stops_before_it_is_given_up() -> None:
-    tenure = Tenure(0.0)
-    assert tenure.holds(LEASE * 0.89)
-    assert not tenure.holds(LEASE * 0.91)
-    tenure.renewed(LEASE * 0.5)
-    assert tenure.holds(LEASE * 1.3)
-    tenure.renewed(LEASE * 0.4)
-    assert tenure.holds(LEASE * 1.3), "an answer that was overtaken takes nothing back"
+def test_worker_stops_committing_before_its_lease_expires() -> None:
+    lease = WorkerLease(0.0)
+    assert lease.is_valid(WORKER_LEASE_S * 0.89)
+    assert not lease.is_valid(WORKER_LEASE_S * 0.91)
+    lease.renew(WORKER_LEASE_S * 0.5)
+    assert lease.is_valid(WORKER_LEASE_S * 1.3)
+    lease.renew(WORKER_LEASE_S * 0.4)
+    assert lease.is_valid(WORKER_LEASE_S * 1.3), "a late answer does not shorten the lease"
+
+
+async def test_suspended_coordinator_loses_no_worker() -> None:
+    coordinator = WorkCoordinator(iter(items(3)))
+    await coordinator.register("a")
+    assert await coordinator.exchange("a", 1, [], 1)
+    loop: Any = asyncio.get_running_loop()
+    loop.now += 5 * WORKER_LEASE_S
+    await asyncio.sleep(0.5 * WORKER_LEASE_S)
+    assert coordinator.lost_workers == 0
+    assert await coordinator.exchange("a", 2, [], 1), "its request was waiting"
+    await asyncio.sleep(1.5 * WORKER_LEASE_S)
+    assert coordinator.lost_workers == 1
+    await coordinator.close()
+
+
+async def test_late_copy_of_request_takes_no_items() -> None:
+    coordinator = WorkCoordinator(iter(items(3)))
+    await coordinator.register("a")
+    answers = [await coordinator.exchange("a", sequence, [], 1) for sequence in (1, 2, 1)]
+    assert [[item.key for item in answer.items] for answer in answers if answer] == [[0], [1], []]
+    await coordinator.close()
+
+
+async def test_copy_of_waiting_request_gets_the_same_items() -> None:
+    coordinator = WorkCoordinator[int](iter([]), stays_open=True)
+    await coordinator.register("a")
+    requests = [asyncio.create_task(coordinator.exchange("a", 1, [], 1)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    await coordinator.add(items(2))
+    answers = await asyncio.gather(*requests)
+    assert answers[0] is answers[1]
+    assert [item.key for item in answers[0].items] == [0]
+    await coordinator.close()
+
+
+async def test_late_copies_do_not_revive_a_worker_that_left() -> None:
+    coordinator = WorkCoordinator(iter(items(3)))
+    await coordinator.register("a")
+    await coordinator.deregister("a")
+    await coordinator.register("a")
+    assert await coordinator.exchange("a", 1, [], 1) is None
+    await coordinator.close()
+
+
+class CountingCoordinator(WorkCoordinator[int]):
+    """Records the items that are counted."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(iter(items(count)))
+        self.counted = Counter[Any]()
+
+    def record_result(self, key: Any, result: Any) -> None:
+        self.counted[key] += 1
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.89, 0.91, 0.99, 1.5])
+async def test_item_that_ends_too_late_to_be_committed_is_done_again(fraction: float) -> None:
+    """The process is suspended while it runs items, for less than a lease or longer."""
+    coordinator, commits, suspended = CountingCoordinator(3), Counter[int](), False
+    loop: Any = asyncio.get_running_loop()
+
+    async def execute(number: int) -> int:
+        nonlocal suspended
+        await asyncio.sleep(0.1)
+        if not suspended:
+            suspended = True
+            loop.now += fraction * WORKER_LEASE_S
+        return number
+
+    async def commit(worker: str, number: int, result: int) -> None:
+        commits[number] += 1
+
+    async with asyncio.timeout(10 * WORKER_LEASE_S):
+        await Worker(coordinator, execute, commit, capacity=2).run()
+    assert coordinator.counted == commits == Counter({0: 1, 1: 1, 2: 1})
+    await coordinator.close()
 
 
 class Cluster(RuleBasedStateMachine):
-    """Workers that join, work, fall silent, die over a commit, come back and say things late."""
+    """Workers that register, work, stop responding, die after a commit, come back and report late."""
 
     COUNT = 6
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.work = Dispatch(iter(pieces(self.COUNT)), workers=2)
+        self.work = Dispatch(iter(items(self.COUNT)), workers=2)
         self.names = 0
-        self.alive: dict[str, tuple[set[int], Tenure]] = {}
+        self.alive: dict[str, tuple[set[int], WorkerLease]] = {}
         self.committed: Counter[int] = Counter()
-        """What stands on disk, by whom it was written."""
-        self.by: dict[str, set[int]] = {}
+        """Number of commits of each item."""
+        self.committed_by: dict[str, set[int]] = {}
         self.counted: Counter[int] = Counter()
 
-    def _someone(self, data: st.DataObject) -> str:
+    def _any_worker(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.alive)))
 
     @rule()
     @precondition(lambda self: len(self.alive) < 4)
-    def join(self) -> None:
+    def register(self) -> None:
         name = f"w{self.names}"
         self.names += 1
-        self.work.join(name, self.now)
-        self.alive[name], self.by[name] = (set(), Tenure(self.now)), set()
+        self.work.register(name, self.now)
+        self.alive[name], self.committed_by[name] = (set(), WorkerLease(self.now)), set()
 
-    @rule(data=st.data(), most=st.integers(0, 8), lost_on_the_way=st.booleans())
+    @rule(data=st.data(), max_items=st.integers(0, 8), answer_is_lost=st.booleans())
     @precondition(lambda self: self.alive)
-    def ask(self, data: st.DataObject, most: int, lost_on_the_way: bool) -> None:
-        name = self._someone(data)
-        holds, tenure = self.alive[name]
-        if not self.work.heard(name, self.now):
+    def take(self, data: st.DataObject, max_items: int, answer_is_lost: bool) -> None:
+        name = self._any_worker(data)
+        held, lease = self.alive[name]
+        if not self.work.renew_lease(name, self.now):
             del self.alive[name]
             return
-        if not lost_on_the_way:
-            holds.update(int(str(piece.key)) for piece in self.work.take(name, most, self.now))
-            tenure.renewed(self.now)
+        if not answer_is_lost:
+            held.update(int(str(item.key)) for item in self.work.take(name, max_items, self.now))
+            lease.renew(self.now)
 
-    @rule(data=st.data(), says_so=st.booleans())
-    @precondition(lambda self: any(holds for holds, _ in self.alive.values()))
-    def commit(self, data: st.DataObject, says_so: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(name for name, (holds, _) in self.alive.items() if holds)))
-        holds, tenure = self.alive[name]
-        key = data.draw(st.sampled_from(sorted(holds)))
-        if tenure.holds(self.now):
-            holds.discard(key)
+    @rule(data=st.data(), reports=st.booleans())
+    @precondition(lambda self: any(held for held, _ in self.alive.values()))
+    def commit(self, data: st.DataObject, reports: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(name for name, (held, _) in self.alive.items() if held)))
+        held, lease = self.alive[name]
+        key = data.draw(st.sampled_from(sorted(held)))
+        if lease.is_valid(self.now):
+            held.discard(key)
             self.committed[key] += 1
-            self.by[name].add(key)
-            if says_so:
-                self.counted[key] += self.work.done(name, key)
+            self.committed_by[name].add(key)
+            if reports:
+                self.counted[key] += self.work.complete(name, key)
             else:
-                del self.alive[name]  # it dies before it can say so
+                del self.alive[name]  # it dies before it can report the commit
 
     @rule(data=st.data())
     @precondition(lambda self: self.alive)
     def die(self, data: st.DataObject) -> None:
-        del self.alive[self._someone(data)]
+        del self.alive[self._any_worker(data)]
 
-    @rule(seconds=st.sampled_from([0.1, 0.3 * LEASE, 0.95 * LEASE]))
+    @rule(seconds=st.sampled_from([0.1, 0.3 * WORKER_LEASE_S, 0.95 * WORKER_LEASE_S]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.look()
+        self.expire_leases()
 
-    def look(self) -> None:
-        for lost in self.work.lose(self.now):
-            had = {int(str(piece.key)) for piece in lost.pieces}
-            written = self.by[lost.worker] & had
-            for key in written:
+    def expire_leases(self) -> None:
+        for lost in self.work.expire_leases(self.now):
+            pending = {int(str(item.key)) for item in lost.items}
+            committed = self.committed_by[lost.worker] & pending
+            for key in committed:
                 self.counted[key] += 1
-            self.work.settle(lost.worker, written)
+            self.work.settle(lost.worker, committed)
 
     @invariant()
-    def nothing_is_done_twice(self) -> None:
+    def no_item_is_done_twice(self) -> None:
         assert all(count == 1 for count in self.committed.values())
         assert all(count <= 1 for count in self.counted.values())
 
     def teardown(self) -> None:
-        """However it went, someone who stays gets through with all of it."""
+        """Check that a worker that stays completes all remaining items."""
         self.alive.clear()
-        self.work.join("last", self.now)
+        self.work.register("last", self.now)
         for _ in range(200):
             self.now += 1.0
-            self.look()
-            for piece in self.work.take("last", 5, self.now):
-                self.committed[int(str(piece.key))] += 1
-                self.counted[int(str(piece.key))] += self.work.done("last", piece.key)
-            if self.work.is_over:
+            self.expire_leases()
+            for item in self.work.take("last", 5, self.now):
+                self.committed[int(str(item.key))] += 1
+                self.counted[int(str(item.key))] += self.work.complete("last", item.key)
+            if self.work.is_finished:
                 break
-        assert self.work.is_over
+        assert self.work.is_finished
         assert self.committed == self.counted == Counter(range(self.COUNT))
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestCluster.settings = settings(max_examples=scaled(100), stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""SGLangEngine, and OpenAIEngine, against a real SGLang with a real model."""
+"""SGLangEngine and OpenAIEngine against a real SGLang server with a small model."""
 
 import asyncio
 import itertools
@@ -12,10 +12,12 @@ import pytest
 from real_engine import RealEngine
 
 from toolroll.errors import EngineRefused
-from toolroll.rollout.engines.engine import ChatEngine, Finish, TokenEngine
+from toolroll.rollout.engines.base import ChatEngine, FinishType, TokenEngine
 from toolroll.rollout.engines.openai import OpenAIEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
 from toolroll.schemas import Message
+
+pytestmark = pytest.mark.sglang
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = {"temperature": 0, "max_new_tokens": 16}
@@ -38,20 +40,20 @@ async def ask(engine: RealEngine, path: str, body: Any = None) -> Any:
 
 
 async def prompt(engine: RealEngine, question: str) -> list[int]:
-    """A chat that asks this, in the server's tokens. No two tests ask the same, or they would share a cache."""
+    """Return the token ids of a chat with a question. A counter keeps the tests from sharing cached prefixes."""
     said = CHAT.format(f"{question} ({next(numbers)})")
     tokens: list[int] = (await ask(engine, "/tokenize", {"prompt": said, "add_special_tokens": False}))["tokens"]
     return tokens
 
 
 async def running(engine: RealEngine) -> int:
-    """Calls that the server runs or has in its queue."""
+    """Return the number of requests that the server runs or has queued."""
     [load] = (await ask(engine, "/v1/loads"))["loads"]
     return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
 
 
 async def until(engine: RealEngine, count: int, within: float = 120.0) -> float:
-    """Wait until so many run. Seconds that it took."""
+    """Wait until the server has `count` requests. Return the elapsed seconds."""
     began = time.monotonic()
     async with asyncio.timeout(within):
         while await running(engine) != count:
@@ -59,10 +61,10 @@ async def until(engine: RealEngine, count: int, within: float = 120.0) -> float:
     return time.monotonic() - began
 
 
-# What is sampled
+# Sampling
 
 
-async def test_greedy_twice_is_the_same(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_greedy_sampling_is_deterministic(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "What is the capital of France?")
     first = await engine.generate("a", ids, GREEDY)
     second = await engine.generate("a", ids, GREEDY)
@@ -72,37 +74,39 @@ async def test_greedy_twice_is_the_same(sglang: RealEngine, engine: SGLangEngine
     assert all(logprob <= 0 for logprob in first.logprobs)
     assert (first.endpoint, first.timings.attempts) == (sglang.url, 1)
     assert isinstance(engine, TokenEngine)
-    assert engine.logprobs_of == "scaled"
+    assert engine.logprobs_mode == "processed_logprobs"
 
 
-async def test_the_stop_token_is_the_last_of_the_ids(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_stop_token_is_last_id(sglang: RealEngine, engine: SGLangEngine) -> None:
     example = await prompt(sglang, "Say: A B C")
     said = (await ask(sglang, "/tokenize", {"prompt": "A B C<|im_end|>\n", "add_special_tokens": False}))["tokens"]
     ids = (example + said) * 2 + example
     whole = await engine.generate("a", ids, GREEDY)
-    assert (whole.finish, whole.ids[-1]) == (Finish.STOP, END), "the model's own"
+    assert (whole.finish, whole.ids[-1]) == (FinishType.STOP, END), "the stop token of the model"
     stop = whole.ids[1]
     cut = await engine.generate("b", ids, {**GREEDY, "stop_token_ids": [stop]})
-    assert (cut.finish, cut.ids) == (Finish.STOP, whole.ids[: whole.ids.index(stop) + 1]), "one that was asked for"
+    assert (cut.finish, cut.ids) == (FinishType.STOP, whole.ids[: whole.ids.index(stop) + 1]), "a requested stop token"
     assert cut.logprobs is not None
     assert len(cut.logprobs) == len(cut.ids)
 
 
-async def test_a_stop_string_is_in_the_ids(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_stop_string_is_in_ids(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Count from one to five.")
     generation = await engine.generate("a", ids, {**GREEDY, "max_new_tokens": 64, "stop": ["<|im_end|>", "\n"]})
     said = await ask(sglang, "/detokenize", {"tokens": generation.ids, "skip_special_tokens": False})
-    assert generation.finish is Finish.STOP
+    assert generation.finish is FinishType.STOP
     assert said["text"].endswith(("<|im_end|>", "\n"))
 
 
-async def test_the_length_ends_it(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_length_limit_ends_sampling(sglang: RealEngine, engine: SGLangEngine) -> None:
     generation = await engine.generate("a", await prompt(sglang, "Tell a story."), {**LONG, "max_new_tokens": 7})
-    assert (generation.finish, len(generation.ids)) == (Finish.LENGTH, 7)
+    assert (generation.finish, len(generation.ids)) == (FinishType.LENGTH, 7)
 
 
-async def test_score_and_sampling_agree(sglang: RealEngine, engine: SGLangEngine, say: Callable[[str], None]) -> None:
-    """Token by token in a batch, and in one piece: as near as bfloat16 lets them."""
+async def test_score_and_sampling_agree(
+    sglang: RealEngine, engine: SGLangEngine, report_figure: Callable[[str], None]
+) -> None:
+    """Decoding in a batch and prefilling differ only by the precision of bfloat16."""
     asked = [await prompt(sglang, "Tell a story.") for _ in range(8)]
     sampling = {"temperature": 1, "max_new_tokens": 48, "ignore_eos": True}
     sampled = await asyncio.gather(*(engine.generate(f"s{n}", ids, sampling) for n, ids in enumerate(asked)))
@@ -112,12 +116,12 @@ async def test_score_and_sampling_agree(sglang: RealEngine, engine: SGLangEngine
         assert generation.logprobs is not None
         apart += [abs(a - b) for a, b in zip(generation.logprobs, scores, strict=True)]
     mean, most = sum(apart) / len(apart), max(apart)
-    say(f"|sampled − scored| over {len(apart)} tokens: mean {mean:.4f}, max {most:.4f}")
+    report_figure(f"|sampled − scored| over {len(apart)} tokens: mean {mean:.4f}, max {most:.4f}")
     assert mean < 0.1
     assert most < 0.5
 
 
-async def test_score_takes_what_can_be_scored(engine: SGLangEngine) -> None:
+async def test_score_validates_start(engine: SGLangEngine) -> None:
     scores = await engine.score([1, 4093, 198])
     assert len(scores) == 2
     assert await engine.score([1, 4093, 198], start=2) == pytest.approx(scores[1:], abs=0.2)
@@ -126,7 +130,7 @@ async def test_score_takes_what_can_be_scored(engine: SGLangEngine) -> None:
             await engine.score([1, 4093, 198], start=start)
 
 
-async def test_a_second_turn_finds_its_prefix(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_second_turn_uses_prefix_cache(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Who wrote Hamlet? Answer in one word, and give no reasons.")
     first = await engine.generate("t/0", ids, GREEDY, affinity="t")
     second = await engine.generate("t/1", ids + first.ids + [198, 1], GREEDY, affinity="t")
@@ -134,7 +138,7 @@ async def test_a_second_turn_finds_its_prefix(sglang: RealEngine, engine: SGLang
     assert second.timings.cached_tokens >= len(ids)
 
 
-async def test_the_version_of_the_weights(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_weight_version_after_update(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "What is 2 + 2?")
     before = await engine.generate("a", ids, GREEDY)
     await engine.update_weights(sglang.model_dir, "step-41")
@@ -143,10 +147,10 @@ async def test_the_version_of_the_weights(sglang: RealEngine, engine: SGLangEngi
     assert before.ids == after.ids, "the weights are the same"
 
 
-async def test_a_server_that_still_holds_a_call_gets_the_weights_when_it_is_done(
+async def test_weight_update_waits_for_busy_server(
     sglang: RealEngine, engine: SGLangEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that has just ended is held for a moment; here it is held for as long as the test likes."""
+    """SGLang holds a request that has just ended for a moment. The test pauses generation to prolong it."""
     caplog.set_level("INFO", "toolroll")
     held = asyncio.create_task(engine.generate("a", await prompt(sglang, "Hold on."), LONG))
     await until(sglang, 1)
@@ -160,11 +164,11 @@ async def test_a_server_that_still_holds_a_call_gets_the_weights_when_it_is_done
         await ask(sglang, "/continue_generation", {})
         await engine.abort("a")
     await updating
-    assert (await held).finish is Finish.ABORT
+    assert (await held).finish is FinishType.ABORT
     assert (await engine.generate("b", await prompt(sglang, "Go on."), GREEDY)).weight_version == "step-43"
 
 
-async def test_many_at_once(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_many_concurrent_calls(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Count to ten.")
     sampling = {"temperature": 1, "max_new_tokens": 8, "ignore_eos": True}
     done = await asyncio.gather(*(engine.generate(f"m{n}", ids, sampling) for n in range(64)))
@@ -172,24 +176,24 @@ async def test_many_at_once(sglang: RealEngine, engine: SGLangEngine) -> None:
     assert [len(generation.logprobs or ()) for generation in done] == [8] * 64
 
 
-# What is refused
+# Rejected requests
 
 
-async def test_an_id_outside_the_vocabulary_never_reaches_the_server(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_id_outside_vocabulary_is_not_sent(sglang: RealEngine, engine: SGLangEngine) -> None:
     for wrong in (49152, -1, 10**12):
-        with pytest.raises(EngineRefused, match=f"the id {wrong}; the engine's go from 0 to 49151"):
+        with pytest.raises(EngineRefused, match=f": {wrong}. The vocabulary has ids from 0 to 49151"):
             await engine.generate("a", [1, wrong, 2], GREEDY)
     with pytest.raises(EngineRefused, match="49152"):
         await engine.score([1, 49152])
     assert await engine.health() == {sglang.url: True}
-    assert len((await engine.generate("a", [1, 49151], GREEDY)).ids) == 16, "the last one is within"
+    assert len((await engine.generate("a", [1, 49151], GREEDY)).ids) == 16, "the last id of the vocabulary is valid"
 
 
-async def test_what_can_never_be_sampled(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_invalid_requests_are_rejected(sglang: RealEngine, engine: SGLangEngine) -> None:
     for params, why in [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": 1}, "max_new_tokens is None"),
-        ({**GREEDY, "n": 2}, "n is 2"),
+        ({"max_new_tokens": 0}, "Invalid max_new_tokens: 0"),
+        ({"temperature": 1}, "Invalid max_new_tokens: None"),
+        ({**GREEDY, "n": 2}, "Invalid n: 2"),
         ({**GREEDY, "max_new_tokens": 5000}, "maximum context length of 4096"),
         ({**GREEDY, "tempratur": 1}, "unknown field `tempratur`"),
     ]:
@@ -202,10 +206,10 @@ async def test_what_can_never_be_sampled(sglang: RealEngine, engine: SGLangEngin
         await engine.generate("a", [], GREEDY)
 
 
-# Aborting
+# Abort
 
 
-async def test_an_aborted_call_has_what_was_sampled(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_aborted_call_returns_sampled_tokens(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Tell a long story.")
     call = asyncio.create_task(engine.generate("t-1", ids, LONG))
     other = asyncio.create_task(engine.generate("t-10", ids, {**LONG, "max_new_tokens": 24}))
@@ -213,45 +217,45 @@ async def test_an_aborted_call_has_what_was_sampled(sglang: RealEngine, engine: 
     await asyncio.sleep(1)
     await engine.abort("t-1")
     generation = await call
-    assert generation.finish is Finish.ABORT
+    assert generation.finish is FinishType.ABORT
     assert generation.logprobs is not None
     assert 0 < len(generation.ids) == len(generation.logprobs) < 3000
-    assert (await other).finish is Finish.LENGTH, "SGLang aborts by the beginning of an id: this is another's"
+    assert (await other).finish is FinishType.LENGTH, "SGLang aborts all ids with a prefix, which this id must not have"
     scores = await engine.score(ids + generation.ids, start=len(ids))
     assert scores == pytest.approx(generation.logprobs, abs=0.5)
     await engine.abort("t-1")
-    await engine.abort("nobody")
+    await engine.abort("unknown")
 
 
-async def test_an_abort_that_overtakes_its_call(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_abort_that_overtakes_its_call(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Tell a long story.")
     calls = [asyncio.create_task(engine.generate(f"o{n}", ids, LONG)) for n in range(4)]
     for n in range(4):
         await asyncio.sleep(0.002 * n)
         await engine.abort(f"o{n}")
-    assert [(await call).finish for call in calls] == [Finish.ABORT] * 4
+    assert [(await call).finish for call in calls] == [FinishType.ABORT] * 4
     await until(sglang, 0)
 
 
 async def test_abort_all(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Tell a long story.")
     calls = [asyncio.create_task(engine.generate(f"a{n}", ids, LONG)) for n in range(40)]
-    await until(sglang, 40)  # eight of them in its queue
+    await until(sglang, 40)  # eight of them are queued
     await engine.abort_all()
     done = await asyncio.gather(*calls)
-    assert {generation.finish for generation in done} == {Finish.ABORT}
+    assert {generation.finish for generation in done} == {FinishType.ABORT}
     assert all(len(generation.ids) == len(generation.logprobs or ()) for generation in done)
     await until(sglang, 0)
 
 
-async def test_a_cancelled_call_is_aborted(sglang: RealEngine, engine: SGLangEngine) -> None:
+async def test_cancelled_call_is_aborted(sglang: RealEngine, engine: SGLangEngine) -> None:
     ids = await prompt(sglang, "Tell a long story.")
     calls = [asyncio.create_task(engine.generate(f"c{n}", ids, LONG)) for n in range(4)]
     await until(sglang, 4)
     for call in calls:
         call.cancel()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*calls, return_exceptions=True))
-    assert await until(sglang, 0) < 30, "to its end it would take minutes"
+    assert await until(sglang, 0) < 30, "to completion it would take minutes"
 
 
 # Chat
@@ -262,7 +266,7 @@ async def test_chat(sglang: RealEngine) -> None:
         assert isinstance(engine, ChatEngine)
         asked = [Message(role="user", content="Say hello.")]
         reply = await engine.chat("a", asked, [], {"temperature": 0, "max_new_tokens": 5})
-        assert (reply.message.role, reply.finish) == ("assistant", Finish.LENGTH)
+        assert (reply.message.role, reply.finish) == ("assistant", FinishType.LENGTH)
         assert isinstance(reply.message.content, str)
         assert "Hello" in reply.message.content
         again = [*asked, reply.message, Message(role="user", content="Once more.")]
@@ -271,8 +275,8 @@ async def test_chat(sglang: RealEngine) -> None:
             await engine.chat("c", [Message(role="user", content="word " * 5000)], [], {"max_new_tokens": 5})
 
 
-async def test_chat_that_calls_a_tool(sglang: RealEngine) -> None:
-    """Held to a grammar, even a small model calls a tool. Its arguments are no object, and stay as it wrote them."""
+async def test_chat_with_tool_call(sglang: RealEngine) -> None:
+    """With a grammar even a small model calls a tool. The engine keeps the text of its arguments."""
     parameters = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}}}
     function = {"name": "weather", "parameters": {**parameters, "required": ["city"]}}
     params = {"temperature": 0, "max_new_tokens": 64, "tool_choice": "required"}

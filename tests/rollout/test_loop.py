@@ -1,4 +1,4 @@
-"""The loop, driven through every path by a scripted engine: the words are known, the tokens and the tools are real."""
+"""The rollout loop with a scripted engine, real tokens and real tools."""
 
 import asyncio
 import time
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import scaled
 
 from rollout.scripted_model import QUESTION, Counting, Model, call, check
 from toolroll import InfraFault, SandboxFusionTool, tool
-from toolroll.rollout.engines.engine import Finish, Generation
+from toolroll.rollout.engines.base import FinishType, Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.reward import RewardRule
@@ -19,11 +20,13 @@ from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import Fidelity, FinishReason, Trajectory
 
-# The original's test plan
+pytestmark = pytest.mark.virtual_time
+
+# Cases of the original test plan
 
 
 async def test_over_size_case(model: Model) -> None:
-    """The engine stops for length: finished, no tool called, two messages."""
+    """A response that exceeds the limit ends the trajectory without a tool call."""
     counting = Counting()
     long = model.ids(call("count", to=3) + " and so on " * 50, stop=False)
     trajectory = await model.run([long], [counting], limits=Limits(max_response_len=20))
@@ -42,8 +45,9 @@ async def two_tool_turns(model: Model, url: str, count: int) -> list[Trajectory]
     return trajectories
 
 
+@pytest.mark.sandbox
 async def test_tool_call_basic_case(model: Model, sandbox_url: str) -> None:
-    """Two tool turns, then an answer: six messages, two of them the tool's; three calls of the engine."""
+    """Two turns with tool calls and an answer make six messages."""
     (trajectory,) = await two_tool_turns(model, sandbox_url, 1)
     check(trajectory)
     roles = [message.role for message in trajectory.messages]
@@ -55,6 +59,7 @@ async def test_tool_call_basic_case(model: Model, sandbox_url: str) -> None:
     assert [one.metrics["outcome"] for one in trajectory.calls] == ["ok", "failed"]
 
 
+@pytest.mark.sandbox
 async def test_tool_call_batch_case(model: Model, sandbox_url: str) -> None:
     trajectories = await two_tool_turns(model, sandbox_url, 100)
     assert len({one.request_id for one in trajectories}) == 100
@@ -68,7 +73,7 @@ async def test_tool_call_batch_case(model: Model, sandbox_url: str) -> None:
 # Tokens
 
 
-async def test_the_sampled_ids_are_there_as_they_came_and_all_else_is_masked(model: Model) -> None:
+async def test_sampled_ids_are_unchanged_and_rest_is_masked(model: Model) -> None:
     turns = [model.ids(call("count", to=2)), model.ids("Done.")]
     engine = model.engine(turns)
     trajectory = await model.run(turns, [Counting()], engine=engine)
@@ -80,48 +85,46 @@ async def test_the_sampled_ids_are_there_as_they_came_and_all_else_is_masked(mod
     text = model.tokenizer.decode(stream.response_ids)
     assert "<tool_response>\n1 2\n</tool_response>" in text
     assert stream.response_logprobs is not None
-    assert trajectory.logprobs_of == engine.logprobs_of
+    assert trajectory.logprobs_mode == engine.logprobs_mode
 
 
-# Calls that can't be carried out
+# Rejected calls
 
 
 @pytest.mark.parametrize(
-    ("wrote", "told"),
+    ("turn", "answer"),
     [
         ("<tool_call>\n{not json}\n</tool_call>", "JSON"),
         ('<tool_call>\n{"arguments": {}}\n</tool_call>', "name"),
-        (call("cuont", to=1), "did you mean 'count'"),
+        (call("cuont", to=1), "Did you mean 'count'"),
         (call("count", to="three"), "'to' must be an integer"),
         (call("count"), "'to' is missing"),
         (call("count", to=-1), "Count up, not down."),
     ],
 )
-async def test_a_call_that_cant_be_carried_out_is_answered_so_that_it_can_be_mended(
-    model: Model, wrote: str, told: str
-) -> None:
+async def test_invalid_call_is_answered_and_can_be_corrected(model: Model, turn: str, answer: str) -> None:
     counting = Counting()
-    trajectory = await model.run([wrote, call("count", to=2), "Done."], [counting])
+    trajectory = await model.run([turn, call("count", to=2), "Done."], [counting])
     assert trajectory.finish_reason is FinishReason.STOP
-    assert told in str(trajectory.messages[2].content)
+    assert answer in str(trajectory.messages[2].content)
     assert trajectory.calls[0].fault == "policy"
-    assert trajectory.messages[4].content == "1 2", "and the next one is"
+    assert trajectory.messages[4].content == "1 2", "the next call is executed"
     assert counting.seen == {"created": 1, "rewarded": 1, "released": 1}
 
 
-async def test_calls_too_many_are_answered_too(model: Model) -> None:
+async def test_surplus_calls_are_answered(model: Model) -> None:
     turns = [call("count", to=1) * 4, call("count", to=2) * 2, call("count", to=3), "Done."]
     limits = Limits(max_parallel_calls=2, max_tool_calls=3)
     trajectory = await model.run(turns, [Counting()], limits=limits)
     answers = [str(message.content) for message in trajectory.messages if message.role == "tool"]
     assert answers[:2] == ["1", "1"]
-    assert all("no more than 2 are allowed at once" in answer for answer in answers[2:4])
+    assert all("At most 2 tool calls are allowed per turn" in answer for answer in answers[2:4])
     assert answers[4] == "1 2"
-    assert all("no more than 3 are allowed in all" in answer for answer in answers[5:])
+    assert all("At most 3 tool calls are allowed per conversation" in answer for answer in answers[5:])
     assert [one.fault for one in trajectory.calls] == [None, None, "policy", "policy", None, "policy", "policy"]
 
 
-async def test_calls_of_one_turn_run_at_once(model: Model) -> None:
+async def test_calls_of_one_turn_run_concurrently(model: Model) -> None:
     @tool
     async def wait(seconds: float) -> str:
         """Wait.
@@ -129,29 +132,29 @@ async def test_calls_of_one_turn_run_at_once(model: Model) -> None:
         Args:
             seconds: How long.
         """
-        seen.append("begun")
+        seen.append("start")
         await asyncio.sleep(seconds)
-        seen.append("ended")
+        seen.append("end")
         return f"{seconds}"
 
     seen: list[str] = []
     trajectory = await model.run([call("wait", seconds=0.4) + call("wait", seconds=0.2), "Done."], [wait])
-    assert seen == ["begun", "begun", "ended", "ended"]
+    assert seen == ["start", "start", "end", "end"]
     assert [message.content for message in trajectory.messages if message.role == "tool"] == ["0.4", "0.2"]
 
 
-async def test_a_long_answer_is_cut_to_a_length_in_tokens(model: Model) -> None:
+async def test_long_tool_response_is_truncated(model: Model) -> None:
     trajectory = await model.run(
         [call("count", to=500), "Done."], [Counting()], limits=Limits(max_tool_response_tokens=64)
     )
     answer = str(trajectory.messages[2].content)
     assert answer.startswith("1 2 3")
     assert answer.endswith("500")
-    assert "tokens cut" in answer
+    assert "[text truncated]" in answer
     assert len(model.rendering.encode(answer)) <= 64
 
 
-# Every end
+# Finish reasons
 
 
 async def test_max_turns(model: Model) -> None:
@@ -167,7 +170,7 @@ async def test_tool_stop(model: Model) -> None:
     assert trajectory.messages[-1].role == "tool"
 
 
-async def test_a_prompt_that_is_too_long(model: Model) -> None:
+async def test_too_long_prompt_finishes_at_once(model: Model) -> None:
     counting = Counting()
     trajectory = await model.run(["never"], [counting], limits=Limits(max_prompt_len=3))
     assert (trajectory.finish_reason, trajectory.turns) == (FinishReason.LENGTH, [])
@@ -175,12 +178,12 @@ async def test_a_prompt_that_is_too_long(model: Model) -> None:
     assert counting.seen["released"] == 1
 
 
-async def test_the_answers_of_tools_may_use_up_the_room(model: Model) -> None:
+async def test_tool_responses_count_towards_length(model: Model) -> None:
     trajectory = await model.run([call("count", to=60), "never"], [Counting()], limits=Limits(max_response_len=90))
     assert (trajectory.finish_reason, len(trajectory.turns)) == (FinishReason.LENGTH, 1)
 
 
-async def test_infra_ends_it_and_is_no_answer(model: Model) -> None:
+async def test_infra_fault_ends_trajectory_without_answer(model: Model) -> None:
     counting = Counting()
     trajectory = await model.run([call("count", to=13) + call("count", to=14)], [counting])
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.INFRA, "infra")
@@ -190,7 +193,7 @@ async def test_infra_ends_it_and_is_no_answer(model: Model) -> None:
     assert counting.seen == {"created": 1, "released": 1}
 
 
-async def test_an_engine_that_fails_is_infra(model: Model) -> None:
+async def test_engine_failure_is_infra(model: Model) -> None:
     class Broken(ScriptedEngine):
         async def generate(self, *args: Any, **kwargs: Any) -> Any:
             raise InfraFault("no engine")
@@ -199,49 +202,49 @@ async def test_an_engine_that_fails_is_infra(model: Model) -> None:
     assert (trajectory.finish_reason, trajectory.error) == (FinishReason.INFRA, "no engine")
 
 
-async def test_a_fault_of_our_own_is_infra_and_not_a_crash(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_is_infra(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     class Odd(ScriptedEngine):
         async def generate(self, *args: Any, **kwargs: Any) -> Any:
             raise KeyError("surprise")
 
     trajectory = await model.run([], [Counting()], engine=Odd([[1]]))
     assert (trajectory.finish_reason, trajectory.error) == (FinishReason.INFRA, "KeyError: 'surprise'")
-    assert "a fault of the rollout's own" in caplog.text
+    assert "internal error" in caplog.text
 
 
-async def test_a_call_that_takes_too_long_is_told(model: Model) -> None:
+async def test_timed_out_call_is_answered(model: Model) -> None:
     limits = Limits(call_timeout=0.2)
-    began = time.monotonic()
+    started = time.monotonic()
     trajectory = await model.run([call("count", to=14), "Done."], [Counting()], limits=limits)
-    assert time.monotonic() - began < 3
-    assert trajectory.messages[2].content == "The call took longer than 0.2 s and was given up."
+    assert time.monotonic() - started < 3
+    assert trajectory.messages[2].content == "The tool call timed out after 0.2 s."
     assert trajectory.finish_reason is FinishReason.STOP
 
 
-async def test_the_time_of_a_turn_ends_in_its_tools(model: Model) -> None:
+async def test_turn_timeout_during_tool_call(model: Model) -> None:
     counting = Counting()
     limits = Limits(call_timeout=0.5, turn_timeout=0.5)
-    began = time.monotonic()
+    started = time.monotonic()
     trajectory = await model.run([call("count", to=14), "never"], [counting], limits=limits)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - started < 2
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.DEADLINE, "ok")
     assert counting.seen["released"] == 1
 
 
-async def test_the_time_of_a_turn_ends_in_the_engine_and_what_it_has_is_kept(model: Model) -> None:
+async def test_turn_timeout_keeps_sampled_tokens(model: Model) -> None:
     text = model.ids("word " * 200)
     engine = ScriptedEngine([text], seconds_per_token=0.02)
     limits = Limits(call_timeout=0.5, turn_timeout=0.5)
-    began = time.monotonic()
+    started = time.monotonic()
     trajectory = await model.run([], [Counting()], engine=engine, limits=limits)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - started < 2
     assert trajectory.finish_reason is FinishReason.DEADLINE
     kept = trajectory.tokens.response_ids
     assert 5 < len(kept) < len(text)
     assert kept == text[: len(kept)]
 
 
-async def test_the_trajectorys_time(model: Model) -> None:
+async def test_trajectory_timeout(model: Model) -> None:
     limits = Limits(call_timeout=0.3, turn_timeout=0.3, trajectory_timeout=0.5)
     engine = ScriptedEngine(lambda *_: model.ids(call("count", to=1)), seconds_per_token=0.005)
     trajectory = await model.run([], [Counting()], engine=engine, limits=limits)
@@ -252,7 +255,7 @@ async def test_the_trajectorys_time(model: Model) -> None:
 # Rewards and kwargs
 
 
-async def test_rewards_are_composed_by_the_rule(model: Model) -> None:
+async def test_reward_rule_composes_total(model: Model) -> None:
     def length(trajectory: Trajectory) -> float:
         return float(len(trajectory.messages))
 
@@ -267,13 +270,13 @@ async def test_rewards_are_composed_by_the_rule(model: Model) -> None:
     assert trajectory.extra == {"ground_truth": "42"}
 
 
-async def test_execute_gets_its_kwargs_and_a_deadline(model: Model) -> None:
+async def test_execute_receives_kwargs_and_deadline(model: Model) -> None:
     prompt = {"prompt": QUESTION, "tools_kwargs": {"count": {"execute_kwargs": {"hint": 1}}}}
     trajectory = await model.run([call("count", to=1), "Done."], [Counting()], prompt=prompt)
     assert trajectory.calls[0].metrics["kwargs"] == ["deadline", "hint"]
 
 
-async def test_a_reward_function_that_breaks_is_infra(model: Model) -> None:
+async def test_failing_reward_function_is_infra(model: Model) -> None:
     rule = RewardRule(functions={"judge": lambda _: 1 / 0})
     trajectory = await model.run(["Done."], [Counting()], rewards=rule)
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.STOP, "infra")
@@ -283,32 +286,32 @@ async def test_a_reward_function_that_breaks_is_infra(model: Model) -> None:
 # Abort and resume
 
 
-async def test_abort_keeps_what_was_sampled_and_resume_goes_on_from_there(model: Model) -> None:
+async def test_resume_continues_after_sampled_tokens(model: Model) -> None:
     text = model.ids("word " * 60)
     counting = Counting()
     engine = ScriptedEngine([text], seconds_per_token=0.01, weight_version="1")
     rollout = Rollout(engine=engine, tools=[counting], rendering=model.rendering)
-    gathering = asyncio.create_task(_collect(rollout, 20))
+    collecting = asyncio.create_task(_collect(rollout, 20))
     await asyncio.sleep(0.3)
-    began = time.monotonic()
+    started = time.monotonic()
     await rollout.abort()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - started < 3
     assert engine.in_flight == 0
     await asyncio.sleep(0.3)
-    assert engine.in_flight == 0, "and nothing begins"
+    assert engine.in_flight == 0, "no request starts during the pause"
     engine.weight_version = "2"
     rollout.resume()
-    for trajectory in await gathering:
+    for trajectory in await collecting:
         check(trajectory)
         assert trajectory.finish_reason is FinishReason.STOP
-        assert trajectory.tokens.response_ids == text, "nothing lost, nothing twice"
+        assert trajectory.tokens.response_ids == text, "no token is lost or repeated"
         versions = [span.weight_version for span in trajectory.tokens.spans if span.author is Author.MODEL]
         assert versions == ["1", "2"]
         assert {span.turn for span in trajectory.tokens.spans} == {0}
     assert counting.seen == {"created": 20, "rewarded": 20, "released": 20}
 
 
-async def test_weights_that_change_while_the_engine_writes(model: Model) -> None:
+async def test_weight_change_within_turn_splits_spans(model: Model) -> None:
     class Changing(ScriptedEngine):
         async def generate(self, *args: Any, **kwargs: Any) -> Generation:
             generation = await super().generate(*args, **kwargs)
@@ -326,45 +329,43 @@ async def _collect(rollout: Rollout, count: int) -> list[Trajectory]:
     return [one async for one in rollout.run([{"prompt": QUESTION}], n=count)]
 
 
-async def test_a_pause_costs_no_deadline(model: Model) -> None:
+async def test_pause_does_not_count_towards_deadlines(model: Model) -> None:
     engine = ScriptedEngine([model.ids("word " * 20)], seconds_per_token=0.01)
     limits = Limits(call_timeout=2, turn_timeout=2, trajectory_timeout=2)
     rollout = Rollout(engine=engine, rendering=model.rendering, limits=limits)
-    gathering = asyncio.create_task(_collect(rollout, 3))
+    collecting = asyncio.create_task(_collect(rollout, 3))
     await asyncio.sleep(0.1)
     await rollout.abort()
     await asyncio.sleep(2.2)
     rollout.resume()
-    assert {one.finish_reason for one in await gathering} == {FinishReason.STOP}
+    assert {one.finish_reason for one in await collecting} == {FinishReason.STOP}
 
 
-async def test_after_an_abort_that_nobody_here_asked_for_it_goes_on(model: Model) -> None:
-    """Trainers abort all that an engine does, before they change its weights."""
+async def test_turn_resumes_after_external_abort(model: Model) -> None:
+    """Trainers abort all requests of an engine before they update its weights."""
     engine = ScriptedEngine([model.ids("word " * 100)], seconds_per_token=0.01)
     rollout = Rollout(engine=engine, rendering=model.rendering)
-    gathering = asyncio.create_task(_collect(rollout, 1))
+    collecting = asyncio.create_task(_collect(rollout, 1))
     await asyncio.sleep(0.2)
     for request_id in list(engine.running):
         await engine.abort(request_id)
-    (trajectory,) = await gathering
+    (trajectory,) = await collecting
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.STOP, "ok")
     assert trajectory.tokens.response_ids == model.ids("word " * 100)
 
 
-async def test_who_aborts_without_end_is_heeded_and_it_is_kept_out_of_the_loss(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("toolroll.rollout.token_writer.INTERRUPTED", 0.0)
+async def test_repeated_external_aborts_end_trajectory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolroll.rollout.generation.EXTERNAL_ABORT_BACKOFF_S", 0.0)
 
     class Aborting(ScriptedEngine):
         async def generate(self, *args: Any, **kwargs: Any) -> Generation:
-            return Generation(ids=[5], logprobs=[-1.0], finish=Finish.ABORT)
+            return Generation(ids=[5], logprobs=[-1.0], finish=FinishType.ABORT)
 
     trajectory = await model.run([], engine=Aborting([]))
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.ABORTED, "infra")
 
 
-async def test_who_leaves_early_leaves_nothing_behind(model: Model) -> None:
+async def test_leaving_run_early_cleans_up(model: Model) -> None:
     counting = Counting()
     engine = ScriptedEngine(lambda *_: model.ids(call("count", to=1)), seconds_per_token=0.001)
     rollout = Rollout(engine=engine, tools=[counting], rendering=model.rendering, max_in_flight=8)
@@ -375,16 +376,16 @@ async def test_who_leaves_early_leaves_nothing_behind(model: Model) -> None:
     assert len(taken) == 3
     assert len(asyncio.all_tasks()) == before
     assert counting.seen["created"] == counting.seen["released"]
-    assert counting.seen["created"] < 30, "a source without end is read no faster than it is worked off"
+    assert counting.seen["created"] < 30, "an endless source is read only as fast as trajectories are consumed"
 
 
-async def test_a_prompt_that_cant_be_used_is_named(model: Model) -> None:
+async def test_invalid_prompt_is_named(model: Model) -> None:
     rollout = Rollout(engine=model.engine(["Done."]), rendering=model.rendering)
-    with pytest.raises(Exception, match="Prompt 1 can't be used"):
+    with pytest.raises(Exception, match="Invalid prompt 1"):
         [one async for one in rollout.run([{"prompt": QUESTION}, {"question": "?"}])]
 
 
-# Whatever the model emits
+# Arbitrary model output
 
 
 PIECES = st.one_of(
@@ -410,21 +411,21 @@ PIECES = st.one_of(
 TURN = st.tuples(st.lists(PIECES, max_size=8), st.booleans(), st.lists(st.integers(0, 10**6), max_size=5))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(turns=st.lists(TURN, min_size=1, max_size=4), most=st.integers(5, 400))
-def test_whatever_the_model_emits_the_loop_ends_and_the_promises_hold(
-    model: Model, turns: list[tuple[list[str], bool, list[int]]], most: int
+@settings(max_examples=scaled(150), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(turns=st.lists(TURN, min_size=1, max_size=4), max_len=st.integers(5, 400))
+def test_loop_ends_for_any_model_output(
+    model: Model, turns: list[tuple[list[str], bool, list[int]]], max_len: int
 ) -> None:
     size = model.rendering.vocab_size
 
-    def ids(pieces: list[str], stop: bool, random: list[int]) -> list[int]:
+    def ids(pieces: list[str], stop: bool, extra: list[int]) -> list[int]:
         text = "".join(pieces).encode("utf-8", "replace").decode()
-        made = model.ids(text, stop=False) + [number % size for number in random]
+        made = model.ids(text, stop=False) + [number % size for number in extra]
         return made + [model.rendering.stop_ids[0]] * stop or [0]
 
     counting = Counting()
     scripted = [ids(*turn) for turn in turns]
-    limits = Limits(max_response_len=most, max_assistant_turns=6)
+    limits = Limits(max_response_len=max_len, max_assistant_turns=6)
     trajectory = asyncio.run(
         model.run(
             [], [counting], engine=ScriptedEngine(lambda _, __, turn: scripted[turn % len(scripted)]), limits=limits
@@ -432,5 +433,5 @@ def test_whatever_the_model_emits_the_loop_ends_and_the_promises_hold(
     )
     assert trajectory.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.MAX_TURNS)
     assert counting.seen["created"] == counting.seen["released"] == 1
-    assert trajectory.tokens.response_length <= most or not trajectory.turns or trajectory.calls
+    assert trajectory.tokens.response_length <= max_len or not trajectory.turns or trajectory.calls
     assert len(trajectory.turns) <= 6

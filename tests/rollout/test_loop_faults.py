@@ -1,7 +1,9 @@
-"""What goes wrong around a trajectory: engines, tools and reward functions that hang, break, or heed nothing."""
+"""Engines, tools and reward functions that fail, hang or ignore cancellation; invalid settings."""
 
 import asyncio
+import gc
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -9,10 +11,10 @@ import pytest
 from rollout.scripted_model import QUESTION, Counting, Model, call, check
 from toolroll import BaseTool, InfraFault, ToolResponse, ToolResult, tool
 from toolroll.errors import ConfigError
-from toolroll.rollout.engines.engine import Generation
+from toolroll.rollout.engines.base import Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
-from toolroll.rollout.instances import Instances
+from toolroll.rollout.instances import ToolInstances
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.rollout import Rollout
@@ -20,15 +22,17 @@ from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import FinishReason, Trajectory
 from toolroll.tools.instance import ToolInstance
 
+pytestmark = pytest.mark.virtual_time
+
 SHORT = Limits(call_timeout=0.5, turn_timeout=0.5, trajectory_timeout=0.5)
 
 
-async def deaf(seconds: float) -> None:
-    """Heed no cancellation."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
+async def sleep_ignoring_cancellation(seconds: float) -> None:
+    """Sleep without reacting to cancellation."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         try:
-            await asyncio.sleep(ends - time.monotonic())
+            await asyncio.sleep(deadline - time.monotonic())
         except asyncio.CancelledError:
             continue
 
@@ -40,28 +44,28 @@ async def collect(rollout: Rollout, count: int) -> list[Trajectory]:
 # Engines
 
 
-async def test_an_engine_that_is_down_is_no_deadline_of_the_models(model: Model) -> None:
+async def test_unreachable_engine_is_infra(model: Model) -> None:
     rollout = Rollout(engine=SGLangEngine("http://127.0.0.1:9"), rendering=model.rendering, limits=SHORT)
     (trajectory,) = await collect(rollout, 1)
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.INFRA, "infra")
     assert "127.0.0.1:9" in str(trajectory.error)
 
 
-async def test_an_engine_that_hangs_and_heeds_no_deadline(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolroll.rollout.token_writer.GRACE", 0.2)
+async def test_engine_that_ignores_deadline_is_infra(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolroll.rollout.generation.ENGINE_GRACE_PERIOD_S", 0.2)
 
     class Hanging(ScriptedEngine):
         async def generate(self, *args: Any, **kwargs: Any) -> Generation:
             await asyncio.sleep(60)
             raise AssertionError
 
-    began = time.monotonic()
+    started = time.monotonic()
     trajectory = await model.run([], engine=Hanging([]), limits=SHORT)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - started < 5
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.INFRA, "infra")
 
 
-async def test_the_engines_context_is_a_limit_too(model: Model) -> None:
+async def test_context_length_of_engine_limits_trajectory(model: Model) -> None:
     class Small(ScriptedEngine):
         async def context_length(self) -> int:
             return 330
@@ -70,37 +74,37 @@ async def test_the_engines_context_is_a_limit_too(model: Model) -> None:
     trajectory = await model.run([], [Counting()], engine=Small(calls))
     assert (trajectory.finish_reason, trajectory.outcome) == (FinishReason.LENGTH, "ok")
     assert len(trajectory.tokens) <= 330
-    assert trajectory.turns, "it had begun"
+    assert trajectory.turns, "the trajectory started"
 
 
-# Limits hold, whatever tools answer
+# Limits
 
 
-async def test_answers_that_dont_fit_are_left_out(model: Model) -> None:
+async def test_tool_response_that_does_not_fit_is_omitted(model: Model) -> None:
     limits = Limits(max_response_len=100, max_seq_len=400)
     trajectory = await model.run([call("count", to=500), "Done."], [Counting()], limits=limits)
     assert trajectory.finish_reason is FinishReason.LENGTH
     assert trajectory.tokens.response_length <= 100
     assert trajectory.tokens.spans[-1].author is Author.MODEL
-    assert "500" in str(trajectory.messages[-1].content), "people see what the tool said"
+    assert "500" in str(trajectory.messages[-1].content), "the messages contain the response"
 
 
-async def test_thousands_of_calls_in_one_turn(model: Model) -> None:
+async def test_thousands_of_calls_in_one_turn_are_dropped(model: Model) -> None:
     limits = Limits(max_response_len=100_000, max_parallel_calls=2)
     turn = "<tool_call></tool_call>" * 4000
     trajectory = await model.run([turn, "Done."], [Counting()], limits=limits)
     assert trajectory.finish_reason is FinishReason.STOP
     assert len(trajectory.calls) == 10
-    assert "3990 calls after it were not carried out" in trajectory.calls[-1].answer
+    assert "The 3990 calls after this one were not executed" in trajectory.calls[-1].answer
 
 
 # Pauses
 
 
-async def test_a_pause_right_after_another(model: Model) -> None:
+async def test_consecutive_pauses(model: Model) -> None:
     engine = ScriptedEngine([model.ids("word " * 40)], seconds_per_token=0.01)
     rollout = Rollout(engine=engine, rendering=model.rendering)
-    gathering = asyncio.create_task(collect(rollout, 5))
+    collecting = asyncio.create_task(collect(rollout, 5))
     await asyncio.sleep(0.2)
     await rollout.abort()
     rollout.resume()
@@ -109,10 +113,10 @@ async def test_a_pause_right_after_another(model: Model) -> None:
         await asyncio.sleep(0.02)
         assert engine.in_flight == 0
     rollout.resume()
-    assert {one.finish_reason for one in await gathering} == {FinishReason.STOP}
+    assert {one.finish_reason for one in await collecting} == {FinishReason.STOP}
 
 
-async def test_an_abort_that_was_given_up_loses_nothing(model: Model) -> None:
+async def test_cancelled_abort_loses_no_tokens(model: Model) -> None:
     class Slow(ScriptedEngine):
         async def abort(self, request_id: str) -> None:
             await asyncio.sleep(0.5)
@@ -120,61 +124,61 @@ async def test_an_abort_that_was_given_up_loses_nothing(model: Model) -> None:
 
     engine = Slow([model.ids("word " * 40)], seconds_per_token=0.01)
     rollout = Rollout(engine=engine, rendering=model.rendering)
-    gathering = asyncio.create_task(collect(rollout, 5))
+    collecting = asyncio.create_task(collect(rollout, 5))
     await asyncio.sleep(0.2)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(rollout.abort(), 0.1)
     rollout.resume()
-    for one in await gathering:
+    for one in await collecting:
         assert (one.finish_reason, one.tokens.response_ids) == (FinishReason.STOP, model.ids("word " * 40))
 
 
-async def test_paused_ends_however_the_change_ends(model: Model) -> None:
+async def test_paused_resumes_after_exception(model: Model) -> None:
     rollout = Rollout(engine=model.engine(["Done."]), rendering=model.rendering)
     with pytest.raises(RuntimeError):
         async with rollout.paused():
-            raise RuntimeError("no new weights")
+            raise RuntimeError("weight update failed")
     (trajectory,) = await collect(rollout, 1)
     assert trajectory.finish_reason is FinishReason.STOP
 
 
-async def test_a_turn_under_a_grammar_begins_anew(model: Model) -> None:
-    """A grammar starts anew with each call of the engine: half a turn would be gone on with by a whole one."""
-    asked: list[int] = []
+async def test_turn_with_grammar_is_restarted(model: Model) -> None:
+    """An engine restarts a grammar with each request, so a partial turn cannot be resumed."""
+    prompt_lengths: list[int] = []
 
     def script(request_id: str, prompt_ids: Any, turn: int) -> list[int]:
-        asked.append(len(prompt_ids))
+        prompt_lengths.append(len(prompt_ids))
         return model.ids("word " * 30)
 
     class Grammar(ScriptedEngine):
         async def generate(self, *args: Any, **kwargs: Any) -> Generation:
-            self._unsaid.clear()
+            self._remainders.clear()
             return await super().generate(*args, **kwargs)
 
     params = {"regex": "(word )*"}
     engine = Grammar(script, seconds_per_token=0.01)
     rollout = Rollout(engine=engine, rendering=model.rendering, sampling_params=params)
-    gathering = asyncio.create_task(collect(rollout, 1))
+    collecting = asyncio.create_task(collect(rollout, 1))
     await asyncio.sleep(0.3)
     await rollout.abort()
     rollout.resume()
-    (trajectory,) = await gathering
-    assert len(asked) == 2
-    assert asked[0] == asked[1]
+    (trajectory,) = await collecting
+    assert len(prompt_lengths) == 2
+    assert prompt_lengths[0] == prompt_lengths[1]
     assert trajectory.tokens.response_ids == model.ids("word " * 30)
 
 
-def test_one_rollout_in_one_event_loop_after_another(model: Model) -> None:
+def test_rollout_works_in_successive_event_loops(model: Model) -> None:
     rollout = Rollout(
         engine=ScriptedEngine([model.ids("word " * 20)], seconds_per_token=0.01), rendering=model.rendering
     )
 
     async def step() -> list[Trajectory]:
-        gathering = asyncio.create_task(collect(rollout, 2))
+        collecting = asyncio.create_task(collect(rollout, 2))
         await asyncio.sleep(0.1)
         await rollout.abort()
         rollout.resume()
-        return await gathering
+        return await collecting
 
     for _ in range(2):
         assert {one.finish_reason for one in asyncio.run(step())} == {FinishReason.STOP}
@@ -183,22 +187,22 @@ def test_one_rollout_in_one_event_loop_after_another(model: Model) -> None:
 # Tools
 
 
-class Stubborn(BaseTool[None]):
-    """A tool that heeds no cancellation, in one of its methods."""
+class Uncancellable(BaseTool[None]):
+    """A tool that ignores cancellation in one of its methods."""
 
     default_schema = {  # noqa: RUF012
         "type": "function",
-        "function": {"name": "stubborn", "description": "Hang.", "parameters": {"type": "object"}},
+        "function": {"name": "uncancellable", "description": "Hang.", "parameters": {"type": "object"}},
     }
 
-    def __init__(self, where: str, seconds: float = 3.0) -> None:
+    def __init__(self, method: str, seconds: float = 3.0) -> None:
         super().__init__()
-        self.where, self.seconds = where, seconds
+        self.method, self.seconds = method, seconds
         self.released = 0
 
-    async def _hang(self, where: str) -> None:
-        if where == self.where:
-            await deaf(self.seconds)
+    async def _hang(self, method: str) -> None:
+        if method == self.method:
+            await sleep_ignoring_cancellation(self.seconds)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         await self._hang("create")
@@ -218,38 +222,38 @@ class Stubborn(BaseTool[None]):
 
 
 @pytest.mark.parametrize(
-    ("where", "finish", "outcome"),
+    ("method", "finish", "outcome"),
     [
         ("execute", FinishReason.DEADLINE, "ok"),
         ("create", FinishReason.INFRA, "infra"),
         ("calc_reward", FinishReason.INFRA, "infra"),
     ],
 )
-async def test_tools_that_heed_nothing_hold_nothing_up(
-    model: Model, monkeypatch: pytest.MonkeyPatch, where: str, finish: FinishReason, outcome: str
+async def test_tool_ignoring_cancellation_causes_no_delay(
+    model: Model, monkeypatch: pytest.MonkeyPatch, method: str, finish: FinishReason, outcome: str
 ) -> None:
-    monkeypatch.setattr("toolroll.rollout.instances.CREATE_GRACE", 0.2)
-    stubborn = Stubborn(where)
-    began = time.monotonic()
-    trajectory = await model.run([call("stubborn"), "Done."], [stubborn], limits=SHORT)
-    assert time.monotonic() - began < 2.8
+    monkeypatch.setattr("toolroll.rollout.instances.CREATE_CANCEL_TIMEOUT_S", 0.2)
+    uncancellable = Uncancellable(method)
+    started = time.monotonic()
+    trajectory = await model.run([call("uncancellable"), "Done."], [uncancellable], limits=SHORT)
+    assert time.monotonic() - started < 2.8
     assert trajectory.outcome == outcome
-    assert trajectory.finish_reason is finish or where == "calc_reward"
+    assert trajectory.finish_reason is finish or method == "calc_reward"
     await asyncio.sleep(3.2)
-    assert stubborn.released == 1, "in the end"
+    assert uncancellable.released == 1, "released when the method returns"
 
 
-async def test_what_was_cut_off_is_on_record(model: Model) -> None:
+async def test_cancelled_call_is_recorded(model: Model) -> None:
     turn = call("count", to=14) + call("count", to=1)
     trajectory = await model.run([turn, "Done."], [Counting()], limits=SHORT)
     assert trajectory.finish_reason is FinishReason.DEADLINE
     slow, quick = trajectory.calls
     assert (slow.tool, quick.answer) == ("count", "1")
     assert slow.seconds >= 0.4
-    assert "given up" in str(slow.error)
+    assert "cancelled after" in str(slow.error)
 
 
-async def test_a_tools_own_timeout_is_told_in_its_own_words(model: Model) -> None:
+async def test_timeout_error_of_tool_is_returned_verbatim(model: Model) -> None:
     @tool
     async def look() -> str:
         """Look."""
@@ -259,7 +263,7 @@ async def test_a_tools_own_timeout_is_told_in_its_own_words(model: Model) -> Non
     assert trajectory.calls[0].answer == "TimeoutError: the library is closed"
 
 
-async def test_half_a_character_in_an_answer(model: Model) -> None:
+async def test_lone_surrogate_in_tool_response_is_replaced(model: Model) -> None:
     @tool
     async def look() -> str:
         """Look."""
@@ -271,33 +275,53 @@ async def test_half_a_character_in_an_answer(model: Model) -> None:
 
 
 @pytest.mark.parametrize("cancelled_at", [None, 0.1, 0.35])
-async def test_what_was_created_beside_one_that_fails_is_released(cancelled_at: float | None) -> None:
+async def test_failed_create_releases_other_instances(cancelled_at: float | None) -> None:
     fine, slow, broken = Counting(), Counting(), Counting()
 
-    async def create_slowly(instance_id: str | None = None, **_: Any) -> Any:
+    async def slow_create(instance_id: str | None = None, **_: Any) -> Any:
         await asyncio.sleep(0.5)
         return await Counting.create(slow, instance_id)
 
-    async def release_slowly(instance_id: str, **_: Any) -> None:
+    async def slow_release(instance_id: str, **_: Any) -> None:
         await asyncio.sleep(0.4)
         await Counting.release(slow, instance_id)
 
-    async def fail(instance_id: str | None = None, **_: Any) -> Any:
+    async def failing_create(instance_id: str | None = None, **_: Any) -> Any:
         await asyncio.sleep(0.2)
         broken.seen["created"] += 1
-        raise InfraFault("no more of these")
+        raise InfraFault("out of stock")
 
-    slow.create, slow.release, broken.create = create_slowly, release_slowly, fail  # type: ignore[method-assign]
-    instances = Instances({name: ToolInstance(one) for name, one in {"a": fine, "b": slow, "c": broken}.items()}, 0.4)
-    beginning = asyncio.create_task(instances.__aenter__())
+    slow.create, slow.release, broken.create = slow_create, slow_release, failing_create  # type: ignore[method-assign]
+    instances = ToolInstances(
+        {name: ToolInstance(one) for name, one in {"a": fine, "b": slow, "c": broken}.items()}, 0.4
+    )
+    creating = asyncio.create_task(AsyncExitStack().enter_async_context(instances))
     if cancelled_at is not None:
         await asyncio.sleep(cancelled_at)
-        beginning.cancel()
+        creating.cancel()
         await asyncio.sleep(0.05)
-        beginning.cancel()
+        creating.cancel()
     with pytest.raises((InfraFault, asyncio.CancelledError)):
-        await beginning
+        await creating
     assert fine.seen["created"] == fine.seen["released"] == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_cancellation_does_not_interrupt_release(count: int) -> None:
+    tools = [Counting() for _ in range(count)]
+
+    async def use() -> None:
+        async with ToolInstances({str(index): ToolInstance(one) for index, one in enumerate(tools)}, 1.0):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(use())
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [one.seen["released"] for one in tools] == [1] * count
 
 
 # Reward functions
@@ -306,7 +330,7 @@ async def test_what_was_created_beside_one_that_fails_is_released(cancelled_at: 
 @pytest.mark.parametrize(
     "given", [float("nan"), float("inf"), "0.5", [1.0], InfraFault("down"), ValueError("bad"), "hang"]
 )
-async def test_a_reward_that_is_none_keeps_one_trajectory_out_and_no_more(model: Model, given: Any) -> None:
+async def test_invalid_reward_excludes_one_trajectory(model: Model, given: Any) -> None:
     async def judge(trajectory: Trajectory) -> Any:
         if trajectory.sample:
             return 1.0
@@ -328,14 +352,17 @@ async def test_a_reward_that_is_none_keeps_one_trajectory_out_and_no_more(model:
 # Rollouts
 
 
-async def test_two_rollouts_on_one_engine(model: Model) -> None:
-    class Closing(ScriptedEngine):
-        closed = 0
+class ClosingEngine(ScriptedEngine):
+    """A scripted engine that counts how often it is closed."""
 
-        async def close(self) -> None:
-            self.closed += 1
+    closed = 0
 
-    engine = Closing([model.ids("Done.")])
+    async def close(self) -> None:
+        self.closed += 1
+
+
+async def test_last_rollout_closes_engine(model: Model) -> None:
+    engine = ClosingEngine([model.ids("Done.")])
     async with Rollout(engine=engine, rendering=model.rendering) as one:
         async with Rollout(engine=engine, rendering=model.rendering) as other:
             await collect(other, 1)
@@ -344,7 +371,26 @@ async def test_two_rollouts_on_one_engine(model: Model) -> None:
     assert engine.closed == 1
 
 
-async def test_what_still_runs_ends_with_the_rollout(model: Model) -> None:
+async def test_aclose_is_idempotent(model: Model) -> None:
+    engine = ClosingEngine([model.ids("Done.")])
+    rollout = Rollout(engine=engine, rendering=model.rendering)
+    await collect(rollout, 1)
+    await rollout.aclose()
+    await rollout.aclose()
+    assert engine.closed == 1
+    async with rollout:
+        await collect(rollout, 1)
+    await rollout.aclose()
+    assert engine.closed == 2
+
+
+async def test_rollout_keeps_garbage_collector_settings(model: Model) -> None:
+    settings, callbacks = gc.get_threshold(), list(gc.callbacks)
+    async for _ in Rollout(engine=model.engine(["Done."]), rendering=model.rendering).run([QUESTION]):
+        assert (gc.get_threshold(), gc.callbacks) == (settings, callbacks)
+
+
+async def test_running_trajectories_end_with_rollout(model: Model) -> None:
     counting = Counting()
     engine = ScriptedEngine(lambda *_: model.ids(call("count", to=1)), seconds_per_token=0.002)
     async with Rollout(engine=engine, tools=counting, rendering=model.rendering, max_in_flight=4) as rollout:
@@ -356,53 +402,53 @@ async def test_what_still_runs_ends_with_the_rollout(model: Model) -> None:
     assert counting.seen["created"] == counting.seen["released"]
 
 
-async def test_what_fails_is_said_once(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+async def test_repeated_failure_is_logged_once(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     def script(*_: Any) -> list[int]:
         raise InfraFault(f"worker {id(object())} is gone")
 
     await collect(Rollout(engine=ScriptedEngine(script), rendering=model.rendering), 20)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1
-    assert "is gone" in said[0]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "is gone" in warnings[0]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
-        ({"engine": "http://127.0.0.1:30000"}, "is no engine. Make one"),
-        ({"tools": [print]}, "is no tool"),
-        ({"tools": [Counting(), Counting()]}, "Two tools are called 'count'"),
+        ({"engine": "http://127.0.0.1:30000"}, "Expected an engine, got 'http"),
+        ({"tools": [print]}, "Expected a tool, got"),
+        ({"tools": [Counting(), Counting()]}, "Duplicate tool name 'count'"),
         ({"limits": {"max_turns": 3}}, r"limits: .*max_turns"),
-        ({"rewards": 3}, "neither a RewardRule nor a function"),
-        ({"rewards": RewardRule(tools={"cuont": 1.0})}, r"a weight for 'cuont', and no such tool"),
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0"),
+        ({"rewards": 3}, "Expected a RewardRule or a function"),
+        ({"rewards": RewardRule(tools={"cuont": 1.0})}, r"weight for unknown tool 'cuont'"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "invalid max_new_tokens: 0"),
         ({"sampling_params": {"n": 4}}, r"run\(prompts, n=…\)"),
-        ({"max_in_flight": 0}, "max_in_flight is 0"),
+        ({"max_in_flight": 0}, "Invalid max_in_flight: 0"),
     ],
 )
-def test_what_is_wrong_is_said_at_once(model: Model, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_rejected(model: Model, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Rollout(**{"engine": model.engine([]), "rendering": model.rendering, **settings})
 
 
 @pytest.mark.parametrize(
-    ("prompts", "said"),
+    ("prompts", "message"),
     [
-        ("What is 6 times 7?", "is one: put it into a list"),
-        ({"prompt": "What?"}, "is one: put it into a list"),
+        ("What is 6 times 7?", "got one: .* Put it into a list"),
+        ({"prompt": "What?"}, "got one: .* Put it into a list"),
         ([{"prompt": "What?", "tools_kwargs": {"count": {"create_kwarg": {}}}}], "create_kwarg.*did you mean"),
     ],
 )
-async def test_prompts_that_are_none(model: Model, prompts: Any, said: str) -> None:
+async def test_invalid_prompts_are_rejected(model: Model, prompts: Any, message: str) -> None:
     rollout = Rollout(engine=model.engine(["Done."]), tools=[Counting()], rendering=model.rendering)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         _ = [one async for one in rollout.run(prompts)]
 
 
-async def test_rows_as_tables_have_them(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+async def test_none_values_of_table_rows_are_ignored(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     kwargs = {"count": {"create_kwargs": None, "execute_kwargs": {}}, "other": {"create_kwargs": {"a": 1}}}
     row = {"prompt": "What?", "tools_kwargs": kwargs, "group": 7, "sampling_params": None}
     rollout = Rollout(engine=model.engine(["Done."]), tools=[Counting()], rendering=model.rendering)
     (trajectory,) = [one async for one in rollout.run([row])]
     assert (trajectory.group, trajectory.finish_reason) == ("7", FinishReason.STOP)
-    assert "'other', and there is no such tool" in caplog.text
+    assert "tools_kwargs for unknown tool 'other' ignored" in caplog.text

@@ -1,4 +1,4 @@
-"""How a trajectory's reward is composed."""
+"""Composition of rewards."""
 
 import math
 
@@ -19,7 +19,7 @@ NUMBERS = st.floats(-100, 100)
     functions=st.dictionaries(st.sampled_from("xyz"), st.none() | NUMBERS),
     weight=NUMBERS,
 )
-def test_the_rule(
+def test_total_is_weighted_sum(
     steps: list[float], tools: dict[str, float], functions: dict[str, float | None], weight: float
 ) -> None:
     rule = RewardRule(steps=weight, tools={"a": weight}, weights={"x": weight})
@@ -33,13 +33,13 @@ def test_the_rule(
     assert total == pytest.approx(expected, abs=1e-6)
 
 
-async def test_functions_may_be_async_and_may_fail() -> None:
-    async def later(_: object) -> float:
+async def test_functions_may_be_async_or_fail() -> None:
+    async def async_function(_: object) -> float:
         return 2.0
 
     trajectory: object = object()
-    rule = RewardRule(functions={"a": lambda _: 1.0, "b": later, "c": lambda _: None})
-    given = await rule.score(trajectory, 1.0)  # type: ignore[arg-type]
-    assert given == {"a": 1.0, "b": 2.0, "c": None}
+    rule = RewardRule(functions={"a": lambda _: 1.0, "b": async_function, "c": lambda _: None})
+    scores = await rule.score(trajectory, 1.0)  # type: ignore[arg-type]
+    assert scores == {"a": 1.0, "b": 2.0, "c": None}
     with pytest.raises(InfraFault, match="'a' failed: ZeroDivisionError"):
         await RewardRule(functions={"a": lambda _: 1 / 0}).score(trajectory, 1.0)  # type: ignore[arg-type]

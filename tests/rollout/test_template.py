@@ -1,4 +1,4 @@
-"""Opaque templates: what follows a turn of the model's, and where that can't be told."""
+"""Suffixes of chat templates, and templates whose suffix cannot be verified."""
 
 from typing import Any
 
@@ -6,53 +6,58 @@ import pytest
 from tokenizers import AddedToken
 
 from rollout.small_tokenizer import CHATML, CHATML_TEMPLATE, make
-from toolroll.rollout.formats import load_rendering
-from toolroll.rollout.rendering import Rendering
+from toolroll.rollout.chat.formats import load_rendering
+from toolroll.rollout.chat.rendering import Rendering
 from toolroll.schemas import Message
 
-ASKED = "What is it?"
-USER = Message(role="user", content=ASKED)
+QUESTION = "What is it?"
+USER = Message(role="user", content=QUESTION)
 BRACKETS = "[INST] {{ messages[0].content }} [/INST]{% for m in messages[1:] %}" + (
     "{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}[OUT] {{ m.content }} [/OUT]{% endif %}{% endfor %}"
 )
-"""A template whose turns of the model's end in text and a token."""
+"""A template in which an assistant turn ends with text and a token."""
 
 
-def answer(text: str = "3") -> Message:
+def response(text: str = "3") -> Message:
     return Message(role="tool", content=text)
 
 
-def opaque(template: str, special: Any = (*CHATML, "</s>")) -> Rendering:
+def template_rendering(template: str, special: Any = (*CHATML, "</s>")) -> Rendering:
     rendering = load_rendering(make(special, chat_template=template), "template")
     assert rendering.name == "template"
     return rendering
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_what_follows_by_a_template(closed: bool) -> None:
-    rendering = opaque(CHATML_TEMPLATE)
+def test_suffix_equals_full_rendering(closed: bool) -> None:
+    rendering = template_rendering(CHATML_TEMPLATE)
     prompt = rendering.prompt([USER], [])
     text = "Ja.<|im_end|>" if closed else "Ja."
     sampled = rendering._vocabulary.encode_template(text)
-    own = Message(role="assistant", content="something else than was sampled")
-    on = rendering.go_on(prompt, sampled, [USER], messages=[USER, own], tools=[])
-    assert not on.rerendered
+    assistant = Message(role="assistant", content="not the sampled text")
+    continuation = rendering.bridge(prompt, sampled, [USER], messages=[USER, assistant], tools=[])
+    assert not continuation.rerendered
     whole = rendering._vocabulary.tokenizer.apply_chat_template(
-        [{"role": role, "content": text} for role, text in (("user", ASKED), ("assistant", "Ja."), ("user", ASKED))],
+        [
+            {"role": role, "content": text}
+            for role, text in (("user", QUESTION), ("assistant", "Ja."), ("user", QUESTION))
+        ],
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert [*prompt, *sampled, *on.ids] == whole
+    assert [*prompt, *sampled, *continuation.ids] == whole
 
 
-def test_a_template_that_writes_before_the_close_goes_on_only_after_it() -> None:
-    rendering = opaque(BRACKETS.replace("</s>", " </s>"))
-    own = Message(role="assistant", content="Ja.")
+def test_text_before_turn_end_requires_closed_turn() -> None:
+    rendering = template_rendering(BRACKETS.replace("</s>", " </s>"))
+    assistant = Message(role="assistant", content="Ja.")
     encode = rendering._vocabulary.encode_template
     for text, rerendered in (("Ja. </s>", False), ("Ja.", True)):
-        on = rendering.go_on(rendering.prompt([USER], []), encode(text), [answer()], messages=[USER, own], tools=[])
-        assert on.rerendered == rerendered
-        assert rendering.decode(on.ids).endswith("[OUT] 3 [/OUT]")
+        continuation = rendering.bridge(
+            rendering.prompt([USER], []), encode(text), [response()], messages=[USER, assistant], tools=[]
+        )
+        assert continuation.rerendered == rerendered
+        assert rendering.decode(continuation.ids).endswith("[OUT] 3 [/OUT]")
     assert rendering.decode(rendering.stop_ids) == "</s><|im_end|>"
 
 
@@ -60,24 +65,28 @@ def test_a_template_that_writes_before_the_close_goes_on_only_after_it() -> None
     ("template", "special"),
     [
         (BRACKETS, CHATML),
-        (CHATML_TEMPLATE.replace("message['content'] +", "(message['content'] if loop.last else 'cut') +"), CHATML),
+        (CHATML_TEMPLATE.replace("message['content'] +", "(message['content'] if loop.last else 'dropped') +"), CHATML),
         (CHATML_TEMPLATE.replace("{% for", "{{ messages | length }}{% for", 1), CHATML),
     ],
-    ids=["no token closes a turn", "earlier turns are cut", "something changes at the start"],
+    ids=["turn ends without a token", "earlier turns change", "start changes"],
 )
-def test_where_nothing_is_proven_the_conversation_is_written_anew(template: str, special: Any) -> None:
-    rendering = opaque(template, special)
-    own = Message(role="assistant", content="Ja.")
-    on = rendering.go_on(rendering.prompt([USER], []), [5, 6], [answer("three")], messages=[USER, own], tools=[])
-    assert on.rerendered
-    assert on.ids == rendering.prompt([USER, own, answer("three")], [])
+def test_unverifiable_template_renders_again(template: str, special: Any) -> None:
+    rendering = template_rendering(template, special)
+    assistant = Message(role="assistant", content="Ja.")
+    continuation = rendering.bridge(
+        rendering.prompt([USER], []), [5, 6], [response("three")], messages=[USER, assistant], tools=[]
+    )
+    assert continuation.rerendered
+    assert continuation.ids == rendering.prompt([USER, assistant, response("three")], [])
 
 
-def test_a_token_that_text_before_it_can_hide_is_no_seam() -> None:
+def test_context_dependent_end_token_renders_again() -> None:
     tokenizer = make(chat_template=BRACKETS)
     tokenizer.add_tokens(AddedToken("</s>", single_word=True, special=True))
     rendering = load_rendering(tokenizer, "template")
-    own = Message(role="assistant", content="Ja.")
+    assistant = Message(role="assistant", content="Ja.")
     sampled = [*rendering.encode("Ja."), tokenizer.convert_tokens_to_ids("</s>")]
-    on = rendering.go_on(rendering.prompt([USER], []), sampled, [answer()], messages=[USER, own], tools=[])
-    assert on.rerendered
+    continuation = rendering.bridge(
+        rendering.prompt([USER], []), sampled, [response()], messages=[USER, assistant], tools=[]
+    )
+    assert continuation.rerendered

@@ -1,4 +1,4 @@
-"""The stream of a trajectory's tokens: whatever is appended in whatever order, its invariants hold."""
+"""Invariants of TokenStream for any sequence of appends."""
 
 import math
 
@@ -13,11 +13,11 @@ IDS = st.lists(st.integers(0, 200_000), max_size=20)
 LOGPROBS = st.floats(-50, 0, width=32)
 
 
-class Stream(RuleBasedStateMachine):
-    """A stream beside the plain lists that it should be equal to."""
+class TokenStreamMachine(RuleBasedStateMachine):
+    """Compares a stream with plain lists."""
 
     @initialize(prompt=IDS, with_logprobs=st.booleans())
-    def begin(self, prompt: list[int], with_logprobs: bool) -> None:
+    def start(self, prompt: list[int], with_logprobs: bool) -> None:
         self.with_logprobs = with_logprobs
         self.stream = TokenStream(prompt)
         self.ids, self.mask, self.logprobs = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
@@ -25,32 +25,32 @@ class Stream(RuleBasedStateMachine):
         self.before: list[int] = []
 
     @rule(ids=IDS, data=st.data(), version=st.none() | st.text(max_size=3))
-    def sampled(self, ids: list[int], data: st.DataObject, version: str | None) -> None:
+    def append_sampled(self, ids: list[int], data: st.DataObject, version: str | None) -> None:
         logprobs = data.draw(st.lists(LOGPROBS, min_size=len(ids), max_size=len(ids))) if self.with_logprobs else None
-        self.stream.sampled(ids, logprobs, turn=self.turn, weight_version=version)
+        self.stream.append_sampled(ids, logprobs, turn=self.turn, weight_version=version)
         self.ids += ids
         self.mask += [1] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
 
     @rule(ids=IDS)
-    def given(self, ids: list[int]) -> None:
-        self.stream.given(ids, turn=self.turn)
+    def append_unsampled(self, ids: list[int]) -> None:
+        self.stream.append_unsampled(ids, turn=self.turn)
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.turn += 1
 
     @invariant()
-    def one_length_and_as_appended(self) -> None:
+    def equals_lists(self) -> None:
         stream = self.stream
         assert list(stream.ids) == self.ids
         assert list(stream.mask) == self.mask
         assert list(stream.logprobs) == self.logprobs
-        assert list(stream.ids)[: len(self.before)] == self.before, "it only grows"
+        assert list(stream.ids)[: len(self.before)] == self.before, "append-only"
         self.before = list(self.ids)
 
     @invariant()
-    def the_spans_divide_it(self) -> None:
+    def spans_cover_stream(self) -> None:
         ends = 0
         for span in self.stream.spans:
             assert span.start == ends < span.end
@@ -60,7 +60,7 @@ class Stream(RuleBasedStateMachine):
         assert ends == len(self.stream)
 
     @invariant()
-    def prompt_and_response_are_all_of_it(self) -> None:
+    def prompt_and_response_cover_stream(self) -> None:
         stream = self.stream
         assert stream.prompt_ids + stream.response_ids == self.ids
         assert stream.prompt_length == self.prompt
@@ -69,27 +69,27 @@ class Stream(RuleBasedStateMachine):
             assert len(stream.response_logprobs) == stream.response_length
 
 
-TestStream = Stream.TestCase
+TestTokenStream = TokenStreamMachine.TestCase
 
 
-def test_ids_and_log_probabilities_must_fit() -> None:
+def test_inconsistent_logprobs_are_rejected() -> None:
     stream = TokenStream([1])
-    with pytest.raises(ValueError, match="2 ids came with 1"):
-        stream.sampled([1, 2], [0.0], turn=0)
-    stream.sampled([1, 2], [-1.0, -2.0], turn=0)
-    with pytest.raises(ValueError, match="some have none"):
-        stream.sampled([3], None, turn=1)
-    assert list(stream.ids) == [1, 1, 2], "what could not be appended left nothing behind"
+    with pytest.raises(ValueError, match="got 1 for 2 tokens"):
+        stream.append_sampled([1, 2], [0.0], turn=0)
+    stream.append_sampled([1, 2], [-1.0, -2.0], turn=0)
+    with pytest.raises(ValueError, match="only some of the sampled tokens"):
+        stream.append_sampled([3], None, turn=1)
+    assert list(stream.ids) == [1, 1, 2], "a rejected append has no effect"
 
 
 @given(logprobs=st.lists(LOGPROBS, min_size=1, max_size=20))
-def test_log_probabilities_come_back_as_the_engine_gave_them(logprobs: list[float]) -> None:
+def test_logprobs_round_trip(logprobs: list[float]) -> None:
     stream = TokenStream([])
-    stream.sampled([7] * len(logprobs), logprobs, turn=0)
+    stream.append_sampled([7] * len(logprobs), logprobs, turn=0)
     assert stream.response_logprobs == logprobs
     assert not any(math.isnan(one) for one in logprobs)
 
 
-def test_a_long_one_is_small() -> None:
+def test_memory_per_token_is_small() -> None:
     stream = TokenStream(range(100_000))
     assert stream.ids.itemsize * len(stream) + len(stream.mask) + stream.logprobs.itemsize * len(stream) < 1_400_000

@@ -1,4 +1,4 @@
-"""Rollouts on a real Ray: steps of a trainer, workers that are killed, abort and resume over all of them."""
+"""RolloutWorkers on a real Ray cluster: training steps, killed workers, abort and resume."""
 
 import asyncio
 import os
@@ -15,20 +15,23 @@ import pytest
 import ray
 
 from toolroll.errors import ConfigError
-from toolroll.rollout.crew import WorkersFailed
+from toolroll.rollout.distributed.rollout_workers import RolloutWorkers
+from toolroll.rollout.distributed.worker_pool import WorkersFailed
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import FinishReason, Trajectory
-from toolroll.rollout.workers import RolloutWorkers
 
+pytestmark = pytest.mark.ray
+
+MAX_STEPS = 100
 PROMPTS = [f"What is {number} times 7?" for number in range(20)]
 
 
 def make_rollout(seconds_per_token: float = 0.002) -> Rollout:
-    """In a worker's process: a scripted engine, whose answers take a fifth of a second."""
+    """Create a rollout whose scripted engine answers within 0.1 s."""
     from rollout import small_tokenizer
+    from toolroll.rollout.chat.formats import load_rendering
     from toolroll.rollout.engines.scripted import ScriptedEngine
-    from toolroll.rollout.formats import load_rendering
 
     tokenizer = small_tokenizer.make(small_tokenizer.CHATML, small_tokenizer.MARKERS)
     rendering = load_rendering(tokenizer, "chatml")
@@ -42,44 +45,55 @@ def slow_rollout() -> Rollout:
 
 
 def broken_rollout() -> Rollout:
-    raise ConfigError("There is no such model.")
+    raise ConfigError("Unknown model.")
 
 
 @pytest.fixture
 async def workers(cluster: str) -> AsyncIterator[Any]:
     made: list[RolloutWorkers] = []
 
-    def begin(make: Any, **more: Any) -> RolloutWorkers:
-        made.append(RolloutWorkers(make, workers=2, **more))
+    def start(make_rollout: Any, **more: Any) -> RolloutWorkers:
+        made.append(RolloutWorkers(make_rollout, workers=2, **more))
         return made[-1]
 
-    yield begin
+    yield start
     for one in made:
         await one.close()
 
 
 def processes_of(trajectories: list[Trajectory]) -> Counter[int]:
-    """Which process wrote how many."""
+    """Count the model spans by process id."""
     spans = [span for one in trajectories for span in one.tokens.spans if span.author is Author.MODEL]
     return Counter(int(str(span.weight_version)) for span in spans)
 
 
-async def test_steps_of_a_trainer(workers: Any) -> None:
-    crew = workers(make_rollout)
-    for step in range(2):
-        trajectories = await crew.generate(PROMPTS, n=3)
+async def test_training_steps_use_all_workers(workers: Any) -> None:
+    pool = workers(make_rollout)
+    used: set[int] = set()
+    for step in range(MAX_STEPS):
+        trajectories = await pool.generate(PROMPTS, n=3)
         assert [(one.group, one.sample) for one in trajectories] == [(str(r), s) for r in range(20) for s in range(3)]
         assert {one.finish_reason for one in trajectories} == {FinishReason.STOP}
         asked = [one.messages[0].content for one in trajectories[::3]]
         assert asked == PROMPTS
-        assert step == 0 or len(processes_of(trajectories)) == 2, "once both are there, both work"
+        used |= processes_of(trajectories).keys()
+        if step > 0 and len(used) == 2:  # on a slow machine, the second worker starts late
+            break
+    assert len(used) == 2
 
 
-async def test_a_worker_that_is_killed_loses_nothing(workers: Any) -> None:
-    crew = workers(slow_rollout, max_in_flight=8)
+async def test_generate_orders_prompts_with_their_own_groups(workers: Any) -> None:
+    rows = [{"prompt": prompt, "group": group} for prompt, group in zip(PROMPTS, ["b", "a", "b"], strict=False)]
+    trajectories = await workers(make_rollout).generate(rows, n=2)
+    assert [(one.group, one.sample) for one in trajectories] == [(group, s) for group in "bab" for s in range(2)]
+    assert [one.messages[0].content for one in trajectories[::2]] == PROMPTS[:3]
+
+
+async def test_killed_worker_loses_no_trajectory(workers: Any) -> None:
+    pool = workers(slow_rollout, max_in_flight=8)
     ended: list[Trajectory] = []
     killed = None
-    async for one in crew.run(PROMPTS, n=4):
+    async for one in pool.run(PROMPTS, n=4):
         ended.append(one)
         if len(ended) == 10:
             killed = next(iter(processes_of(ended)))
@@ -89,32 +103,32 @@ async def test_a_worker_that_is_killed_loses_nothing(workers: Any) -> None:
     assert not psutil.pid_exists(killed)
 
 
-async def test_abort_and_resume_over_all_workers(workers: Any) -> None:
-    crew = workers(slow_rollout)
-    await crew.generate(PROMPTS[:2])  # when that is done, they are there
-    stepping = asyncio.create_task(crew.generate(PROMPTS, n=2))
+async def test_abort_and_resume_reach_all_workers(workers: Any) -> None:
+    pool = workers(slow_rollout)
+    await pool.generate(PROMPTS[:2])  # wait until the workers have started
+    stepping = asyncio.create_task(pool.generate(PROMPTS, n=2))
     await asyncio.sleep(1)
-    await crew.abort()
+    await pool.abort()
     await asyncio.sleep(3)
-    assert not stepping.done(), "it would have ended by now"
-    await crew.resume()
+    assert not stepping.done(), "without the abort it would be done"
+    await pool.resume()
     trajectories = await asyncio.wait_for(stepping, 60)
     assert any(turn.finish == "abort" for one in trajectories for turn in one.turns)
     assert {one.finish_reason for one in trajectories} == {FinishReason.STOP}
     assert {one.tokens.response_length for one in trajectories} == {trajectories[0].tokens.response_length}
 
 
-async def test_a_rollout_that_cant_be_made_is_said(workers: Any) -> None:
-    with pytest.raises(WorkersFailed, match=r"A worker could not begin: .*There is no such model"):
+async def test_failing_make_rollout_raises_workers_failed(workers: Any) -> None:
+    with pytest.raises(WorkersFailed, match=r"A worker could not be started: .*Unknown model"):
         await workers(broken_rollout).generate(PROMPTS)
 
 
-async def test_what_was_done_is_in_rays_metrics(workers: Any, cluster: str) -> None:
+async def test_metrics_are_exported_through_ray(workers: Any, cluster: str) -> None:
     await workers(make_rollout).generate(PROMPTS[:5], n=2)
     [node] = [one for one in ray.nodes() if one["Alive"]]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     wanted = 'ray_toolroll_trajectories_total{.*finish_reason="stop".*outcome="ok"'
-    deadline = time.monotonic() + 60  # Ray gathers them every ten seconds
+    deadline = time.monotonic() + 60  # Ray exports metrics every 10 s
     async with aiohttp.ClientSession() as session:
         while True:
             async with session.get(url) as answer:

@@ -1,4 +1,4 @@
-"""The examples: their data are right, their configs load, and their reward functions pay for what is right."""
+"""The examples: valid data, loadable configs, and reward functions that score correct answers."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from toolroll.rollout.rollout import Prompt
 from toolroll.rollout.trajectory import Trajectory
 from toolroll.run import reward_functions
 from toolroll.run.config import RunConfig
-from toolroll.run.data import Rows
+from toolroll.run.data import PromptRows
 from toolroll.schemas import Message
 from toolroll.tools.registry import initialize_tools_from_config
 
@@ -59,16 +59,16 @@ print(max(sum(numbers[at : at + k]) for at in range(n - k + 1)))""",
 
 
 def rows(root: Path, name: str) -> list[dict[str, Any]]:
-    return [row for _, row in Rows(RunConfig.load(root / f"examples/{name}/run.yaml").data).rows()]  # type: ignore[misc]
+    return [row for _, row in PromptRows(RunConfig.load(root / f"examples/{name}/run.yaml").data).rows()]  # type: ignore[misc]
 
 
-def said(text: Any, **extra: Any) -> Trajectory:
+def answered(text: Any, **extra: Any) -> Trajectory:
     messages = [Message(role="user", content="?"), Message(role="assistant", content=text)]
     return trajectory(messages=messages, extra=extra)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "code_contest"])
-def test_the_config_is_what_the_tools_want(name: str, root: Path) -> None:
+def test_rows_match_the_tools_of_the_config(name: str, root: Path) -> None:
     config = RunConfig.load(root / f"examples/{name}/run.yaml")
     assert config.tools is not None
     tools = {tool.name for tool in initialize_tools_from_config(config.tools)}
@@ -79,7 +79,7 @@ def test_the_config_is_what_the_tools_want(name: str, root: Path) -> None:
         assert prompt.tools_kwargs.keys() <= tools
 
 
-def test_the_word_problems_are_right(root: Path) -> None:
+def test_gsm8k_answers_are_correct(root: Path) -> None:
     problems = [json.loads(line) for line in (root / "examples/gsm8k/problems.jsonl").read_text().splitlines()]
     assert len(problems) == 16
     for problem in problems:
@@ -89,32 +89,35 @@ def test_the_word_problems_are_right(root: Path) -> None:
             assert eval(sum_) == pytest.approx(float(result))
         if steps and "." not in steps[-1][1]:
             assert parse_ground_truth(problem["answer"]) == steps[-1][1]
-        assert reward_functions.gsm8k_strict(said(problem["answer"], ground_truth=problem["answer"])) == 1.0
+        assert reward_functions.gsm8k_strict(answered(problem["answer"], ground_truth=problem["answer"])) == 1.0
 
 
-async def test_the_contest_can_be_won(root: Path, sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.sandbox
+async def test_reference_solutions_pass_the_test_cases(
+    root: Path, sandbox_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SANDBOX_FUSION_URL", sandbox_url)
     problems = rows(root, "code_contest")
     assert len(problems) == len(SOLUTIONS)
     for problem, solution in zip(problems, SOLUTIONS, strict=True):
-        right = said(f"Here it is:\n```python\n{solution}\n```\n", ground_truth=problem["ground_truth"])
+        right = answered(f"Here it is:\n```python\n{solution}\n```\n", ground_truth=problem["ground_truth"])
         assert await reward_functions.code_tests(right) == 1.0, problem["messages"][1]["content"]
-        wrong = said(f"```python\n{SOLUTIONS[0]}\n```", ground_truth=problem["ground_truth"])
+        wrong = answered(f"```python\n{SOLUTIONS[0]}\n```", ground_truth=problem["ground_truth"])
         assert await reward_functions.code_tests(wrong) == float(solution == SOLUTIONS[0])
-    half = said("```python\nprint(1)\n```", ground_truth=problems[0]["ground_truth"])
+    half = answered("```python\nprint(1)\n```", ground_truth=problems[0]["ground_truth"])
     assert await reward_functions.code_tests_passed(half) == pytest.approx(2 / 5)
 
 
-def test_what_the_model_said_last_counts() -> None:
-    assert reward_functions.gsm8k_flexible(said("First 7, then 42.", ground_truth="#### 42")) == 1.0
-    assert reward_functions.gsm8k_strict(said("First 7, then 42.", ground_truth="#### 42")) == 0.0
-    assert reward_functions.gsm8k_flexible(said([{"type": "text", "text": "42"}], ground_truth=42)) == 1.0
-    assert reward_functions.gsm8k_flexible(said(None, ground_truth=42)) == 0.0
+def test_only_the_last_assistant_message_is_scored() -> None:
+    assert reward_functions.gsm8k_flexible(answered("First 7, then 42.", ground_truth="#### 42")) == 1.0
+    assert reward_functions.gsm8k_strict(answered("First 7, then 42.", ground_truth="#### 42")) == 0.0
+    assert reward_functions.gsm8k_flexible(answered([{"type": "text", "text": "42"}], ground_truth=42)) == 1.0
+    assert reward_functions.gsm8k_flexible(answered(None, ground_truth=42)) == 0.0
     tool = trajectory(messages=[Message(role="tool", content="42")], extra={"ground_truth": "42"})
-    assert reward_functions.gsm8k_flexible(tool) == 0.0, "what a tool said isn't the model's"
+    assert reward_functions.gsm8k_flexible(tool) == 0.0, "messages of tools are not scored"
 
 
-async def test_a_row_without_its_answer_is_no_fault_of_the_models() -> None:
+async def test_missing_ground_truth_is_an_infra_fault() -> None:
     rule = RewardRule(functions={"right": reward_functions.gsm8k_strict})
-    with pytest.raises(InfraFault, match=r"name its column in data\.ground_truth"):
-        await rule.score(said("#### 42"), seconds=5)
+    with pytest.raises(InfraFault, match=r"Set data\.ground_truth to the column"):
+        await rule.score(answered("#### 42"), timeout_s=5)

@@ -1,33 +1,41 @@
-"""Whole runs: every sample of every prompt is recorded once, whatever is stopped or killed on the way."""
+"""Whole runs: every sample is recorded exactly once, even if the run is stopped or killed."""
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from rollout import small_tokenizer
 
-from toolroll.errors import ConfigError
-from toolroll.records.reader import read
-from toolroll.run.claim import Claim
+from toolroll.errors import ConfigError, RecordsNotWritten
+from toolroll.records import append_file
+from toolroll.records.reader import read_records
 from toolroll.run.config import RunConfig
 from toolroll.run.run import Run
-from toolroll.run.status import Status
+from toolroll.run.run_coordinator import RunCoordinator
+from toolroll.run.run_lock import RUN_LOCK_FILE, RunLock
+from toolroll.run.status import RunSnapshot
+from toolroll.run.write_fence import PERMISSION_FILE
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer where a model's would be."""
+    """Return a model directory that contains only a tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     small_tokenizer.make(
         small_tokenizer.CHATML, small_tokenizer.MARKERS, chat_template=small_tokenizer.CHATML_TEMPLATE
@@ -37,14 +45,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configure(model: Path, tmp_path: Path) -> Any:
-    """Writes a run's config with its data. Where it is."""
+    """Return a function that writes a config with its data and returns the path of the config."""
 
     def write(rows: int = 20, delay: float = 0.02, **more: Any) -> Path:
         data = tmp_path / "data.jsonl"
         data.write_text("".join(json.dumps({"prompt": f"Question {n}?", "answer": n}) + "\n" for n in range(rows)))
         config = {
             "engine": {
-                "kind": "run.engine_of_fixed_latency.FixedLatency",
+                "kind": "run.fixed_latency_engine.FixedLatency",
                 "urls": [],
                 "options": {"tokenizer": str(model), "delay": delay},
             },
@@ -62,38 +70,38 @@ def configure(model: Path, tmp_path: Path) -> Any:
     return write
 
 
-async def run(file: Path, *overrides: str) -> Status:
+async def run(file: Path, *overrides: str) -> RunSnapshot:
     async with Run(RunConfig.load(file, overrides)) as running:
         await running.wait()
     return await running.status()
 
 
 def samples(file: Path) -> Counter[tuple[int, int]]:
-    """What is in the records, and how often."""
-    return Counter((int(str(one.group)), int(str(one.sample))) for one in read(file.parent / "records"))
+    """Count the records of each sample."""
+    return Counter((int(str(one.group)), int(str(one.sample))) for one in read_records(file.parent / "records"))
 
 
 def every(rows: int, n: int) -> Counter[tuple[int, int]]:
     return Counter((row, sample) for row in range(rows) for sample in range(n))
 
 
-async def test_in_one_process(configure: Any) -> None:
+async def test_run_in_one_process(configure: Any) -> None:
     file = configure()
     status = await run(file)
     assert samples(file) == every(20, 3)
     assert (status.done, status.running, status.queued, status.total) == (60, 0, 0, 60)
-    records = list(read(file.parent / "records"))
+    records = list(read_records(file.parent / "records"))
     assert {record.step for record in records} == {0, 1, 2}
     assert {(record.step, int(str(record.group)) // 8) for record in records} == {(0, 0), (1, 1), (2, 2)}
     assert all(record.gts == int(str(record.group)) for record in records)
     assert all("That is all." in record.output for record in records)
     again = await run(file)
     assert (again.done, again.resumed, again.tokens) == (60, 60, 0)
-    assert again.tally["trajectories"] == 60, "what was done before is in the tally"
-    assert samples(file) == every(20, 3), "and nothing is done twice"
+    assert again.aggregates["trajectories"] == 60, "earlier trajectories are included"
+    assert samples(file) == every(20, 3), "no sample is recorded twice"
 
 
-async def test_stopped_and_begun_anew(configure: Any) -> None:
+async def test_stopped_run_resumes(configure: Any) -> None:
     file = configure(rows=40, delay=0.3, max_in_flight=16)
     async with Run(RunConfig.load(file)) as running:
         while (await running.status()).done < 30:
@@ -107,7 +115,62 @@ async def test_stopped_and_begun_anew(configure: Any) -> None:
     assert samples(file) == every(40, 3)
 
 
-async def test_killed_and_begun_anew(configure: Any) -> None:
+async def test_run_resumes_after_the_disk_was_full(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = configure()
+    written = 0
+
+    def write_a_part(descriptor: int, lines: list[bytes]) -> int:
+        nonlocal written
+        if written >= 30_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = os.write(descriptor, b"".join(lines)[: 30_000 - written])
+        written += count
+        return count
+
+    def fail(descriptor: int, rest: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(append_file, "os", SimpleNamespace(**{**vars(os), "writev": write_a_part, "write": fail}))
+        with pytest.raises(RecordsNotWritten, match=r"records/\d.jsonl: No space left on device. Free disk space"):
+            await run(file)
+    recorded = samples(file)
+    assert recorded
+    assert set(recorded.values()) == {1}
+    status = await run(file)
+    assert (status.done, status.resumed) == (60, recorded.total())
+    assert samples(file) == every(20, 3)
+
+
+@pytest.mark.parametrize("change", ["cut", "deleted"])
+async def test_records_missing_from_a_complete_step_are_made(configure: Any, change: str) -> None:
+    file = configure()
+    await run(file)
+    records = file.parent / "records" / "1.jsonl"
+    if change == "cut":
+        lines = records.read_bytes().splitlines(keepends=True)
+        records.write_bytes(b"".join(lines[:5] + lines[9:]))
+    else:
+        records.unlink()
+    missing = every(20, 3) - samples(file)
+    assert missing
+    status = await run(file)
+    assert status.done == 60
+    assert samples(file) == every(20, 3)
+    assert status.resumed == 60 - missing.total()
+    assert (await run(file)).resumed == 60, "the step is known to be complete again"
+
+
+@pytest.mark.virtual_time
+async def test_paused_process_does_not_lose_its_own_worker(configure: Any) -> None:
+    file = configure(rows=12, rewards={"functions": {"pause": "run.pausing_reward.pause"}})
+    status = await asyncio.wait_for(run(file), 3600)
+    assert (status.done, status.lost_workers) == (36, 0)
+    assert samples(file) == every(12, 3)
+
+
+@pytest.mark.process
+async def test_killed_run_resumes(configure: Any) -> None:
     file = configure(rows=40, delay=0.2, max_in_flight=16)
     script = f"""
 import asyncio, sys
@@ -139,7 +202,7 @@ def lines(file: Path) -> int:
     return sum(one.read_bytes().count(b"\n") for one in (file.parent / "records").glob("*.jsonl"))
 
 
-async def test_a_row_that_cant_be_used_is_left_out(configure: Any) -> None:
+async def test_invalid_row_is_skipped(configure: Any) -> None:
     file = configure(rows=10)
     data = file.parent / "data.jsonl"
     rows = data.read_text().splitlines()
@@ -154,101 +217,153 @@ async def test_a_row_that_cant_be_used_is_left_out(configure: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"n": 4}, "a run with n=3, and this one has 4"),
+        ({"n": 4}, "a run with n=3, but this run has n=4"),
         ({"prompts_per_step": 16}, "a run with prompts_per_step=8"),
         ({"data": {"path": "data.jsonl", "ground_truth": "answer"}, "rows": 21}, "a run with data="),
     ],
 )
-async def test_other_settings_dont_go_on_in_anothers_records(configure: Any, change: Any, said: str) -> None:
+async def test_resuming_with_other_settings_is_rejected(configure: Any, change: Any, message: str) -> None:
     await run(configure(rows=20))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         await run(configure(**{"rows": 20, **change}))
 
 
-async def test_two_runs_in_one_directory(configure: Any) -> None:
+async def test_second_run_in_directory_is_rejected(configure: Any) -> None:
     file = configure(delay=1.0)
     async with Run(RunConfig.load(file)) as running:
         await asyncio.sleep(0.2)
-        with pytest.raises(ConfigError, match="Another run is at work"):
+        with pytest.raises(ConfigError, match="Another run is active"):
             await run(file)
         await running.status()
 
 
+def test_deleting_the_lock_file_does_not_unlock(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path, {"n": 1})
+    (tmp_path / RUN_LOCK_FILE).unlink()
+    with pytest.raises(ConfigError, match="Another run is active"):
+        RunLock(tmp_path, {"n": 1})
+    lock.release()
+    RunLock(tmp_path, {"n": 1}).release()
+
+
+def test_lock_works_where_directories_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock = fcntl.flock
+
+    def flock_like_nfs(file: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_like_nfs)
+    lock = RunLock(tmp_path, {"n": 1})
+    with pytest.raises(ConfigError, match="Another run is active"):
+        RunLock(tmp_path, {"n": 1})
+    lock.release()
+
+
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
-        ("engine.kind=nothing", "engine.kind: there is no 'nothing'"),
-        ("engine.options.dlay=1", r"engine: .*FixedLatency can't be made: .*dlay"),
-        ("rewards.functions.right=no.such.function", r"rewards.functions.right: there is no 'no.such.function'"),
+        ("engine.kind=nothing", "engine.kind: Expected a dotted path, got 'nothing'"),
+        ("engine.options.dlay=1", r"engine: Cannot create .*FixedLatency.*dlay"),
+        (
+            "rewards.functions.right=no.such.function",
+            r"rewards.functions.right: No module named 'no', needed by 'no.such.function'",
+        ),
         ("nn=3", "nn"),
         ("data.path=nowhere.jsonl", "nowhere.jsonl"),
         ("tools=nowhere.yaml", "nowhere.yaml"),
     ],
 )
-async def test_what_is_wrong_is_said(configure: Any, override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+async def test_invalid_setting_raises_config_error(configure: Any, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         await run(configure(), override)
 
 
-async def test_a_board_that_is_killed_is_begun_anew_and_nothing_is_done_twice(configure: Any, cluster: str) -> None:
-    file = configure(rows=16, delay=4.0, max_in_flight=8)  # so that much is under way when another board has begun
+async def test_failed_start_does_not_lock_the_directory(configure: Any) -> None:
+    file = configure(rows=4)
+    with pytest.raises(ConfigError, match=r"engine\.kind"):
+        await run(file, "engine.kind=nothing")
+    assert (await run(file)).done == 12
+
+
+async def test_run_is_closed_if_its_status_fails(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(coordinator: RunCoordinator) -> RunSnapshot:
+        raise OSError("no status")
+
+    file = configure(rows=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCoordinator, "status", fail)
+        with pytest.raises(OSError, match="no status"):
+            await run(file)
+    assert (await run(file)).resumed == 12
+
+
+@pytest.mark.ray
+async def test_killed_coordinator_is_restarted(configure: Any, cluster: str) -> None:
+    file = configure(rows=16, delay=4.0, max_in_flight=8)  # many samples are in flight when the coordinator restarts
     async with Run(RunConfig.load(file, ["cluster=auto", "workers=2"])) as running:
         while (await running.status()).done < 8:
             await asyncio.sleep(0.05)
-        holder_of(file.parent / "records" / ".lock").send_signal(signal.SIGKILL)
+        coordinator = holder_of([file.parent / "records" / ".lock"])
+        assert coordinator
+        coordinator.send_signal(signal.SIGKILL)
         await asyncio.wait_for(running.wait(), 120)
     status = await running.status()
     assert status.done == 48
     assert samples(file) == every(16, 3)
 
 
-def holder_of(file: Path) -> psutil.Process:
-    """The process that has a file open."""
+@pytest.mark.ray
+async def test_suspended_ray_worker_does_not_double_records(configure: Any, cluster: str) -> None:
+    file = configure(rows=120, delay=0.5, max_in_flight=4)
+    async with Run(RunConfig.load(file, ["cluster=auto", "workers=2"])) as running:
+        while (await running.status()).done < 8:
+            await asyncio.sleep(0.05)
+        while (worker := holder_of((file.parent / "records").glob(f"*/{PERMISSION_FILE}"))) is None:
+            await asyncio.sleep(0.05)
+        worker.suspend()
+        while (await running.status()).lost_workers < 1:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(2)  # the other worker gets its samples
+        worker.resume()
+        await asyncio.wait_for(running.wait(), 120)
+    assert (await running.status()).done == 360
+    assert samples(file) == every(120, 3)
+
+
+def holder_of(files: Iterable[Path]) -> psutil.Process | None:
+    """Return a process that has one of the files open."""
+    paths = {str(file) for file in files}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if any(opened.path == str(file) for opened in process.open_files()):
+            if any(opened.path in paths for opened in process.open_files()):
                 return process
-    raise AssertionError(f"nobody has {file} open")
+    return None
 
 
-def test_who_goes_on_waits_for_workers_that_may_still_write(tmp_path: Path) -> None:
-    about = {"n": 1}
-    claim = Claim(tmp_path, about, lease=10.0)
-    assert claim.wait == 0
-    with pytest.raises(ConfigError, match="Another run is at work"):
-        Claim(tmp_path, about)
-    claim.release(is_over=False)
-    second = Claim(tmp_path, about)
-    assert second.wait == 10, "it was stopped, and its workers may not know"
-    second.release(is_over=True)
-    assert Claim(tmp_path, about).wait == 0
-
-
-def test_a_directory_belongs_to_a_run_that_left_something_there(tmp_path: Path) -> None:
-    mistyped, meant, other = {"model": "Qwenn"}, {"model": "Qwen"}, {"model": "Llama"}
-    Claim(tmp_path, mistyped).release(is_over=True)
-    Claim(tmp_path, meant, lease=10.0).release(is_over=False)
-    with pytest.raises(ConfigError, match="model='Qwen', and this one has 'Llama'"):
-        Claim(tmp_path, other)  # its workers may write yet
-    Claim(tmp_path, meant).release(is_over=True)
+def test_records_reserve_the_directory_for_their_run(tmp_path: Path) -> None:
+    misspelled, intended, other = {"model": "Qwenn"}, {"model": "Qwen"}, {"model": "Llama"}
+    RunLock(tmp_path, misspelled).release()
+    RunLock(tmp_path, intended).release()
     (tmp_path / "worker-1").mkdir()
     (tmp_path / "worker-1" / "0.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="model='Qwen', and this one has 'Llama'"):
-        Claim(tmp_path, other)
-    Claim(tmp_path, meant).release(is_over=True)
+    with pytest.raises(ConfigError, match="model='Qwen', but this run has model='Llama'"):
+        RunLock(tmp_path, other)
+    RunLock(tmp_path, intended).release()
 
 
 OWN_CLUSTER = """
 import os, subprocess, sys
-import ray  # before us, as a program may
+import ray  # a user's program may import it first
 from toolroll.run.run import _connect
 
 JOINING = '''
 import sys
 import ray
-from toolroll.ray_cluster import connect
+from toolroll._internal.ray_cluster import connect
 
 assert connect(sys.argv[1])
 assert len(ray.nodes()) == 1
@@ -263,14 +378,15 @@ ray.shutdown()
 """
 
 
-def test_without_a_cluster_auto_begins_one_of_its_own_and_others_join_it(tmp_path: Path) -> None:
-    """On a machine where Ray has been used before: it has a token there, and asks for it."""
+@pytest.mark.ray
+def test_auto_starts_a_cluster_that_others_can_join(tmp_path: Path) -> None:
+    """Ray requires the authentication token that an earlier use has left in the home directory."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    other_machine = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]  # it sees no cluster of other tests
-    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # as the names of sockets have to be
+    other_machine = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]  # hides the clusters of other tests
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # names of sockets must be short
         environment = {**kept, "HOME": str(tmp_path), "RAY_TMPDIR": short}
         command = [*other_machine, sys.executable, "-c", OWN_CLUSTER]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

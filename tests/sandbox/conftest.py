@@ -1,4 +1,4 @@
-"""What the sandbox's tests share: a running server."""
+"""Fixtures of the sandbox tests: a running server and its client."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -10,19 +10,19 @@ from toolroll.sandbox.client import SandboxClient
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Serving]:
-    """A server with default settings."""
+    """Start a server with default settings."""
     with serving() as running:
         yield running
 
 
 @pytest.fixture
 def server(sandbox: Serving) -> str:
-    """Its address."""
+    """Return the URL of the server."""
     return sandbox.url
 
 
 @pytest.fixture
 async def client(server: str) -> AsyncIterator[SandboxClient]:
-    """A client of it."""
+    """Return a client of the server."""
     async with SandboxClient(server) as client:
         yield client

@@ -1,11 +1,11 @@
-"""Run a command as it would run elsewhere: in a container of Docker's, or as a user without rights.
+"""Run a command with the restrictions of a Docker container, or as an unprivileged user.
 
-    docker_like.py [--user NUMBER] [--seccomp] COMMAND...
+    docker_like.py [--user UID] [--seccomp] COMMAND...
 
-`--seccomp` refuses what Docker's default profile refuses to a container without capabilities: new namespaces, mounts,
-and what else the sandbox could build its better tiers from. `--user` is for root: the command gets that user's number,
-no groups and no capabilities. Where the interpreter lies below a directory that only root can enter (/root, mostly), it
-is shown to all at its place, in a mount namespace of this command's own: nothing changes on the machine.
+`--seccomp` blocks the system calls that Docker's default profile blocks for a container without capabilities: new
+namespaces, mounts, and others that the stronger isolation tiers need. `--user` requires root: the command runs with
+this user id, without groups and capabilities. If the interpreter is below a directory that only root can enter (usually
+/root), it is made visible at the same path in a separate mount namespace, so that the machine is not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import pyseccomp
 
 import toolroll
-from toolroll.sandbox.server import kernel
+from toolroll.sandbox.server.isolation import syscalls
 
 NAMESPACES = "unshare setns mount umount umount2 pivot_root chroot"
 NEW_MOUNTS = "mount_setattr move_mount open_tree fsopen fsconfig fsmount fspick"
@@ -31,12 +31,12 @@ OTHERS = (
     "perf_event_open quotactl reboot request_key sethostname settimeofday swapon swapoff syslog userfaultfd"
 )
 CLONE_NEW = (
-    kernel.CLONE_NEWNS, kernel.CLONE_NEWCGROUP, kernel.CLONE_NEWUTS, kernel.CLONE_NEWIPC, kernel.CLONE_NEWUSER,
-    kernel.CLONE_NEWPID, kernel.CLONE_NEWNET,
+    syscalls.CLONE_NEWNS, syscalls.CLONE_NEWCGROUP, syscalls.CLONE_NEWUTS, syscalls.CLONE_NEWIPC,
+    syscalls.CLONE_NEWUSER, syscalls.CLONE_NEWPID, syscalls.CLONE_NEWNET,
 )  # fmt: skip
 
 
-def filter_calls() -> None:
+def install_seccomp_filter() -> None:
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     for name in f"{NAMESPACES} {NEW_MOUNTS} {OTHERS}".split():
         rules.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
@@ -46,33 +46,33 @@ def filter_calls() -> None:
     rules.load()
 
 
-def closed_to_others(path: Path) -> Path | None:
-    """The first directory on the way to a path that others can't enter."""
+def inaccessible_parent(path: Path) -> Path | None:
+    """Return the first parent directory of a path that other users cannot enter."""
     for directory in reversed(path.parents):
         if not directory.stat().st_mode & stat.S_IXOTH:
             return directory
     return None
 
 
-def show_to_others(paths: list[Path]) -> None:
-    """Put an open directory, with only these paths in it, over each closed one on their way."""
-    kernel.unshare(kernel.CLONE_NEWNS)
-    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    hidden = {path: closed for path in paths if (closed := closed_to_others(path))}
-    held = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in hidden}
+def make_visible(paths: list[Path]) -> None:
+    """Mount a readable directory that contains only these paths over each inaccessible parent directory."""
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
+    hidden = {path: parent for path in paths if (parent := inaccessible_parent(path))}
+    descriptors = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in hidden}
     for directory in set(hidden.values()):
-        kernel.mount("tmpfs", str(directory), "tmpfs", options="mode=755,size=1m")
-    for path, fd in held.items():
+        syscalls.mount("tmpfs", str(directory), "tmpfs", options="mode=755,size=1m")
+    for path, fd in descriptors.items():
         path.mkdir(parents=True, exist_ok=True)
-        kernel.mount(f"/proc/self/fd/{fd}", str(path), flags=kernel.MS_BIND)
+        syscalls.mount(f"/proc/self/fd/{fd}", str(path), flags=syscalls.MS_BIND)
         os.close(fd)
 
 
-def become(user: int) -> None:
+def become_user(uid: int) -> None:
     os.environ["HOME"] = tempfile.gettempdir()
     os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
 
 
 def main() -> None:
@@ -80,15 +80,15 @@ def main() -> None:
     parser.add_argument("--user", type=int)
     parser.add_argument("--seccomp", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if os.geteuid() == 0:
         needed = {sys.prefix, sys.base_prefix, str(Path(toolroll.__file__).parent)}
-        show_to_others([Path(os.path.realpath(path)) for path in sorted(needed)])
-    if asked.user is not None:
-        become(asked.user)
-    if asked.seccomp:
-        filter_calls()
-    os.execv(asked.command[0], asked.command)
+        make_visible([Path(os.path.realpath(path)) for path in sorted(needed)])
+    if options.user is not None:
+        become_user(options.user)
+    if options.seccomp:
+        install_seccomp_filter()
+    os.execv(options.command[0], options.command)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A sandbox that misbehaves as it is told: an HTTP server on bare sockets, so that it can break every rule of HTTP.
+"""Scripted sandbox on bare sockets, so that its responses can violate HTTP.
 
     async with FaultServer([answer(429, headers={"Retry-After": "1"}), answer()]) as server:
         ...
 
-Each request gets the next behaviour of the script; the last one goes on for ever.
+Each request gets the next behaviour of the script. The last behaviour is repeated.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ Behaviour = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 def program(**changes: Any) -> dict[str, Any]:
-    """The answer for a program that ran and came out so."""
+    """Return the response for a program whose result has the given fields."""
     return {**SUCCESS, "status": "Failed", "run_result": {**SUCCESS["run_result"], **changes}}  # type: ignore[dict-item]
 
 
 def answer(status: int = 200, body: Any = SUCCESS, headers: dict[str, str] | None = None) -> Behaviour:
-    """A whole answer. A body that isn't bytes is sent as JSON."""
+    """Send a complete response. A body other than bytes is sent as JSON."""
     return raw(whole(status, body, headers), close=False)
 
 
@@ -40,7 +40,7 @@ def whole(status: int = 200, body: Any = SUCCESS, headers: dict[str, str] | None
 
 
 def raw(data: bytes, close: bool = True) -> Behaviour:
-    """These bytes, then the end of the connection."""
+    """Send bytes, then close the connection."""
 
     async def behave(writer: asyncio.StreamWriter) -> None:
         writer.write(data)
@@ -52,7 +52,7 @@ def raw(data: bytes, close: bool = True) -> Behaviour:
 
 
 def hang(data: bytes = b"") -> Behaviour:
-    """These bytes, then nothing any more."""
+    """Send bytes, then nothing."""
 
     async def behave(writer: asyncio.StreamWriter) -> None:
         writer.write(data)
@@ -62,7 +62,7 @@ def hang(data: bytes = b"") -> Behaviour:
 
 
 def drip(data: bytes, pause: float) -> Behaviour:
-    """A byte at a time."""
+    """Send one byte at a time."""
 
     async def behave(writer: asyncio.StreamWriter) -> None:
         for byte in data:
@@ -73,7 +73,7 @@ def drip(data: bytes, pause: float) -> Behaviour:
 
 
 def after(seconds: float, then: Behaviour) -> Behaviour:
-    """The same, later."""
+    """Delay a behaviour."""
 
     async def behave(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(seconds)
@@ -83,7 +83,7 @@ def after(seconds: float, then: Behaviour) -> Behaviour:
 
 
 class FaultServer:
-    """`url` is where it is. `requests` has the bodies, `heads` the request lines and headers."""
+    """Server at `url`. `requests` has the received bodies, `heads` the request lines and headers."""
 
     def __init__(self, script: Iterable[Behaviour] = (answer(),), *, reads: bool = True) -> None:
         self.script = list(script)
@@ -92,7 +92,7 @@ class FaultServer:
         self.heads: list[str] = []
         self.connections = 0
         self.open = 0
-        self.in_flight = self.most = 0
+        self.in_flight = self.max_in_flight = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -101,14 +101,18 @@ class FaultServer:
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
-    async def __aexit__(self, *why: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Close the server and all connections."""
         self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def all_closed(self) -> None:
-        """Wait, briefly, until the client has no connection any more."""
+        """Wait up to 1 s until the client has closed all connections."""
         async with asyncio.timeout(1):
             while self.open:
                 await asyncio.sleep(0.01)
@@ -139,8 +143,8 @@ class FaultServer:
         self.requests.append(json.loads(body) if body else None)
         behave = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
-        gone = asyncio.ensure_future(reader.read(1))  # a client of ours sends nothing before it has its answer
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        gone = asyncio.ensure_future(reader.read(1))  # our clients send nothing before the response
         acting = asyncio.ensure_future(behave(writer))
         try:
             done, _ = await asyncio.wait({gone, acting}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,13 +1,12 @@
-"""A proxy before a real sandbox, which sees what its clients do: how many requests are in flight, over how many
-connections.
+"""Proxy for a real sandbox that counts the requests in flight and the connections of its clients.
 
     async with Proxy(sandbox_url) as proxy:
         ...  # use proxy.url
-        assert proxy.most <= 8
+        assert proxy.max_in_flight <= 8
 
-A request is in flight until the sandbox has answered, whether or not the client still listens. Where the sandbox isn't
-there the client is answered 503, as a load balancer would; where it dies in between, the client's connection breaks. A
-plain proxy knows only what SandboxFusion knows.
+A request is in flight until the sandbox has responded, even if the client has disconnected. If the sandbox is down, the
+proxy responds with 503, as a load balancer does. If the sandbox dies during a request, the proxy closes the client's
+connection. A plain proxy supports only the fields and paths of SandboxFusion.
 """
 
 import asyncio
@@ -23,18 +22,18 @@ RESULT = ("status", "execution_time", "return_code", "stdout", "stderr")
 
 
 class Proxy:
-    """`url` is where it is."""
+    """Proxy at `url`."""
 
     def __init__(self, sandbox: str, *, plain: bool = False) -> None:
         self.sandbox = sandbox
         self.plain = plain
-        self.in_flight = self.most = self.requests = 0
+        self.in_flight = self.max_in_flight = self.requests = 0
         self.connections: set[Any] = set()
-        self.most_connections = 0
+        self.max_connections = 0
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        # The client's going away must not end what the sandbox does.
+        # A client that disconnects must not cancel the request at the sandbox.
         runner = self._runner = web.AppRunner(self._app(), handler_cancellation=False, shutdown_timeout=1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
@@ -42,7 +41,7 @@ class Proxy:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(self, *why: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self._runner.cleanup()
         await self._session.close()
 
@@ -54,13 +53,13 @@ class Proxy:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         self.connections.add(request.transport)
         self.connections = {one for one in self.connections if one is not None and not one.is_closing()}
-        self.most_connections = max(self.most_connections, len(self.connections))
+        self.max_connections = max(self.max_connections, len(self.connections))
         if self.plain and request.path not in ("/run_code", "/run_jupyter"):
             return web.Response(status=404)
         body = await request.read()
         self.in_flight += 1
         self.requests += 1
-        self.most = max(self.most, self.in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             return await self._ask(request, body)
         except aiohttp.ClientConnectorError:

@@ -1,4 +1,4 @@
-"""A real sandbox server in a process of its own, as a user starts it."""
+"""Start a sandbox server in a separate process, as a user does."""
 
 from __future__ import annotations
 
@@ -9,36 +9,47 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
+PR_SET_NAME = 15
+
 
 @dataclass
 class Serving:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[str]
-    greeting: str
+    startup_output: str
 
     @property
     def tier(self) -> str:
-        found = re.search(r"isolation +tier (\w)", self.greeting)
+        found = re.search(r"isolation +tier (\w)", self.startup_output)
         return found[1] if found else ""
 
     def processes(self) -> list[psutil.Process]:
-        """The server's process, and all below it."""
+        """Return the server's process and its descendants."""
         server = psutil.Process(self.process.pid)
         return [server, *server.children(recursive=True)]
+
+    def processes_named(self, name: str) -> list[psutil.Process]:
+        """Return the processes of programs that ran `name_process(name)`."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == name:
+                    found.append(process)
+        return found
 
 
 @contextlib.contextmanager
 def serving(
     *options: str, environment: Mapping[str, str] | None = None, wrapper: Sequence[str] = ()
 ) -> Iterator[Serving]:
-    """`toolroll sandbox serve` with these options, until the block ends."""
+    """Run `toolroll sandbox serve` with these options until the context ends."""
     command = [*wrapper, sys.executable, "-m", "toolroll.cli", "sandbox", "serve", "--port", "0", *options]
     process = subprocess.Popen(
         command,
@@ -57,7 +68,7 @@ def serving(
                 yield Serving(found[1], process, "".join(lines))
                 break
         else:
-            raise RuntimeError(f"the server ended with {process.wait()}:\n{''.join(lines)}")
+            raise RuntimeError(f"the server exited with status {process.wait()}:\n{''.join(lines)}")
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -68,12 +79,16 @@ def serving(
         process.stdout.close()
 
 
-def wait_until(condition: object, within: float = 10.0) -> bool:
-    """Whether a condition becomes true in time."""
-    assert callable(condition)
-    ends = time.monotonic() + within
+def name_process(name: str) -> str:
+    """Return Python code that gives its process a name of at most 15 characters."""
+    return f"import ctypes; ctypes.CDLL(None).prctl({PR_SET_NAME}, {name.encode()!r})"
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
+    """Return True if a condition becomes true before the timeout."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > ends:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True

@@ -1,4 +1,4 @@
-"""Who runs, who waits, who is sent away: as properties over any order of coming, ending, giving up."""
+"""Admission queue and idempotency cache, as properties over any order of arrivals, completions and cancellations."""
 
 import asyncio
 import time
@@ -7,32 +7,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolroll.sandbox.server.admission import Admission, Full, Late
-from toolroll.sandbox.server.answers import Answers
+from toolroll.sandbox.server.api.admission import AdmissionQueue, DeadlineExceeded, QueueFull
+from toolroll.sandbox.server.api.idempotency import IdempotencyCache
+
+pytestmark = pytest.mark.virtual_time
 
 STEPS = st.lists(
     st.one_of(
-        st.just(("come", 0)),
-        st.tuples(st.just("end"), st.integers(0, 9)),
-        st.tuples(st.just("give up"), st.integers(0, 9)),
+        st.just(("arrive", 0)),
+        st.tuples(st.just("complete"), st.integers(0, 9)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
     ),
     max_size=60,
 )
 
 
-@given(capacity=st.integers(1, 4), queue=st.integers(0, 5), steps=STEPS)
-def test_never_more_than_the_capacity_and_first_come_first_served(
-    capacity: int, queue: int, steps: list[tuple[str, int]]
-) -> None:
+@given(capacity=st.integers(1, 4), max_waiting=st.integers(0, 5), steps=STEPS)
+def test_queue_is_bounded_and_fifo(capacity: int, max_waiting: int, steps: list[tuple[str, int]]) -> None:
     async def play() -> None:
-        door = Admission(capacity, queue)
+        queue = AdmissionQueue(capacity, max_waiting)
         running: dict[int, asyncio.Event] = {}
-        begun: list[int] = []
+        admitted: list[int] = []
         tasks: dict[int, asyncio.Task[None]] = {}
 
-        async def visit(number: int) -> None:
-            async with door.turn(None):
-                begun.append(number)
+        async def request(number: int) -> None:
+            async with queue.admit(None):
+                admitted.append(number)
                 running[number] = asyncio.Event()
                 try:
                     await running[number].wait()
@@ -43,65 +43,65 @@ def test_never_more_than_the_capacity_and_first_come_first_served(
             for _ in range(6):
                 await asyncio.sleep(0)
 
-        for number, (what, which) in enumerate(steps):
-            waiting = [one for one in tasks if one not in begun and not tasks[one].done()]
-            if what == "come":
-                full = len(running) == capacity and len(waiting) == queue
-                tasks[number] = asyncio.create_task(visit(number))
+        for number, (action, index) in enumerate(steps):
+            waiting = [one for one in tasks if one not in admitted and not tasks[one].done()]
+            if action == "arrive":
+                is_full = len(running) == capacity and len(waiting) == max_waiting
+                tasks[number] = asyncio.create_task(request(number))
                 await settle()
-                if full:
-                    with pytest.raises(Full) as refusal:
+                if is_full:
+                    with pytest.raises(QueueFull) as rejection:
                         await tasks.pop(number)
-                    assert 1 <= refusal.value.retry_after <= 60
-            elif what == "end" and running:
-                list(running.values())[which % len(running)].set()
-            elif what == "give up" and tasks:
-                alive = [one for one in tasks.values() if not one.done()]
-                if alive:
-                    alive[which % len(alive)].cancel()
+                    assert 1 <= rejection.value.retry_after <= 60
+            elif action == "complete" and running:
+                list(running.values())[index % len(running)].set()
+            elif action == "cancel" and tasks:
+                pending = [task for task in tasks.values() if not task.done()]
+                if pending:
+                    pending[index % len(pending)].cancel()
             await settle()
-            waiting = [one for one in tasks if one not in begun and not tasks[one].done()]
-            assert len(running) == door.running <= capacity
-            assert len(waiting) == door.waiting <= queue
+            waiting = [one for one in tasks if one not in admitted and not tasks[one].done()]
+            assert len(running) == queue.running <= capacity
+            assert len(waiting) == queue.waiting <= max_waiting
             assert not waiting or len(running) == capacity
-            assert begun == sorted(begun)
-        for one in tasks.values():
-            one.cancel()
+            assert admitted == sorted(admitted)
+        for task in tasks.values():
+            task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert (door.running, door.waiting) == (0, 0)
+        assert (queue.running, queue.waiting) == (0, 0)
 
     asyncio.run(play())
 
 
-async def test_who_is_late_is_not_let_in() -> None:
-    door = Admission(1, 10)
-    with pytest.raises(Late, match=r"passed 5\.\d+ s ago"):
-        async with door.turn(time.time() - 5):
+async def test_expired_request_is_not_admitted() -> None:
+    queue = AdmissionQueue(1, 10)
+    with pytest.raises(DeadlineExceeded, match=r"passed 5\.\d+ s ago"):
+        async with queue.admit(time.time() - 5):
             raise AssertionError
-    async with door.turn(None):
-        with pytest.raises(Late):
-            async with door.turn(time.time() + 0.05):
+    async with queue.admit(None):
+        with pytest.raises(DeadlineExceeded):
+            async with queue.admit(time.time() + 0.05):
                 raise AssertionError
-    assert (door.running, door.waiting) == (0, 0)
+    assert (queue.running, queue.waiting) == (0, 0)
 
 
-async def test_an_answer_is_made_once_for_all_who_ask_and_kept() -> None:
-    answers, made = Answers(), []
+async def test_response_is_made_once_and_cached() -> None:
+    cache, calls = IdempotencyCache(), []
 
-    async def make() -> bytes:
-        made.append(1)
+    async def respond() -> bytes:
+        calls.append(1)
         await asyncio.sleep(0.01)
-        return b"answer"
+        return b"response"
 
-    assert await asyncio.gather(*(answers.get("a", make, finish=False) for _ in range(5))) == [b"answer"] * 5
-    assert await answers.get("a", make, finish=False) == b"answer"
-    assert len(made) == 1
-    assert await answers.get("b", make, finish=False) == b"answer"
-    assert len(made) == 2
+    assert await asyncio.gather(*(cache.get("a", respond, finish=False) for _ in range(5))) == [b"response"] * 5
+    assert await cache.get("a", respond, finish=False) == b"response"
+    assert len(calls) == 1
+    assert await cache.get("b", respond, finish=False) == b"response"
+    assert len(calls) == 2
 
 
-async def test_a_failure_is_not_remembered() -> None:
-    answers = Answers()
+async def test_failure_is_not_cached() -> None:
+    cache = IdempotencyCache()
 
     async def fail() -> bytes:
         raise ValueError("odd")
@@ -110,39 +110,39 @@ async def test_a_failure_is_not_remembered() -> None:
         return b"now"
 
     with pytest.raises(ValueError, match="odd"):
-        await answers.get("a", fail, finish=False)
-    assert await answers.get("a", succeed, finish=False) == b"now"
+        await cache.get("a", fail, finish=False)
+    assert await cache.get("a", succeed, finish=False) == b"now"
 
 
 @pytest.mark.parametrize("finish", [True, False])
-async def test_what_nobody_waits_for_is_given_up_unless_it_must_be_finished(finish: bool) -> None:
-    answers, done = Answers(), []
+async def test_abandoned_request_runs_on_only_with_finish(finish: bool) -> None:
+    cache, completed = IdempotencyCache(), []
 
-    async def make() -> bytes:
+    async def respond() -> bytes:
         await asyncio.sleep(0.05)
-        done.append(1)
-        return b"answer"
+        completed.append(1)
+        return b"response"
 
-    asking = asyncio.create_task(answers.get("a", make, finish=finish))
+    caller = asyncio.create_task(cache.get("a", respond, finish=finish))
     await asyncio.sleep(0.01)
-    asking.cancel()
+    caller.cancel()
     await asyncio.sleep(0.1)
-    assert len(done) == finish
+    assert len(completed) == finish
 
 
-async def test_answers_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolroll.sandbox.server.answers.MOST_BYTES", 1000)
-    answers, made = Answers(), 0
+async def test_cache_evicts_oldest_over_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolroll.sandbox.server.api.idempotency.MAX_CACHED_BYTES", 1000)
+    cache, calls = IdempotencyCache(), 0
 
-    async def make() -> bytes:
-        nonlocal made
-        made += 1
+    async def respond() -> bytes:
+        nonlocal calls
+        calls += 1
         return b"x" * 100
 
     for number in range(50):
-        await answers.get(str(number), make, finish=False)
-    await answers.get("49", make, finish=False)
-    assert made == 50
-    await answers.get("0", make, finish=False)
-    assert made == 51
-    assert answers._bytes <= 1000
+        await cache.get(str(number), respond, finish=False)
+    await cache.get("49", respond, finish=False)
+    assert calls == 50
+    await cache.get("0", respond, finish=False)
+    assert calls == 51
+    assert cache._cached_bytes <= 1000

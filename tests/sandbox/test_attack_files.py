@@ -1,6 +1,6 @@
-"""Programs and requests that ask for too much: files, output, input and memory, on the machine of these tests.
+"""Programs and requests with excessive files, output, input or memory.
 
-What is asked for is bounded or refused, the machine doesn't notice, and the server serves the next one.
+They are bounded or rejected without an effect on the host, and the server serves the next program.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ import pytest
 from sandbox.serving import Serving, serving, wait_until
 from toolroll.errors import SandboxRefused
 from toolroll.sandbox.client import SandboxClient
-from toolroll.sandbox.execution import Outcome
+from toolroll.sandbox.execution import ExecutionOutcome
+
+pytestmark = pytest.mark.sandbox
 
 MEGABYTE = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-async def _the_next_is_served(client: SandboxClient) -> AsyncIterator[None]:
+async def _next_program_is_served(client: SandboxClient) -> AsyncIterator[None]:
     yield
     done = await client.run("import os\nprint(os.listdir('.'), os.listdir('/tmp/work'))")
-    assert (done.outcome, done.stdout) == (Outcome.OK, "['main.py'] ['main.py']\n")
+    assert (done.outcome, done.stdout) == (ExecutionOutcome.OK, "['main.py'] ['main.py']\n")
 
 
-async def ask(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    """Post what no client of ours would."""
+async def post(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """Post a body that the client would never send."""
     async with aiohttp.ClientSession() as session, session.post(f"{url}/run_code", data=body) as response:
         return response.status, json.loads(await response.read())
 
@@ -48,23 +50,23 @@ async def ask(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("size", [300_000, MEGABYTE - 1, MEGABYTE, MEGABYTE + 1, 2_000_000, 300 * MEGABYTE])
-async def test_output_is_whole_up_to_the_limit_and_then_marked(stream: str, size: int, client: SandboxClient) -> None:
+async def test_output_is_truncated_at_the_limit(stream: str, size: int, client: SandboxClient) -> None:
+    piece = 1000 if size < 10 * MEGABYTE else MEGABYTE
     code = f"""
 import sys
-for _ in range({size} // 1000): sys.{stream}.write("x" * 1000)
-sys.{stream}.write("y" * ({size} % 1000))
+for _ in range({size} // {piece}): sys.{stream}.write("x" * {piece})
+sys.{stream}.write("y" * ({size} % {piece}))
 """
-    done = await client.run(code)
-    kept = ("x" * (size // 1000 * 1000) + "y" * (size % 1000))[:MEGABYTE]
-    assert done.outcome is Outcome.OK
+    done = await client.run(code, run_timeout=60)
+    kept = ("x" * (size // piece * piece) + "y" * (size % piece))[:MEGABYTE]
+    assert done.outcome is ExecutionOutcome.OK
     assert getattr(done, stream) == kept
     assert getattr(done, f"{stream}_truncated") == (size > MEGABYTE)
-    assert done.execution_time < 3
 
 
-async def test_a_million_small_writes_come_whole(client: SandboxClient) -> None:
+async def test_many_small_writes_are_complete(client: SandboxClient) -> None:
     done = await client.run("import os\nfor _ in range(1_000_000): os.write(1, b'x')", run_timeout=20)
-    assert (done.outcome, done.stdout) == (Outcome.OK, "x" * 1_000_000)
+    assert (done.outcome, done.stdout) == (ExecutionOutcome.OK, "x" * 1_000_000)
 
 
 @pytest.mark.parametrize(
@@ -77,21 +79,21 @@ async def test_a_million_small_writes_come_whole(client: SandboxClient) -> None:
         (r"b'\x1b]0;owned\x07\r\n'", "\x1b]0;owned\x07\r\n"),
     ],
 )
-async def test_odd_bytes_harm_nothing_but_themselves(written: str, read: str, client: SandboxClient) -> None:
+async def test_invalid_utf8_output_is_replaced(written: str, read: str, client: SandboxClient) -> None:
     done = await client.run(f"import sys\nsys.stdout.buffer.write({written})\nsys.stderr.buffer.write({written})")
-    assert (done.outcome, done.stdout, done.stderr) == (Outcome.OK, read, read)
+    assert (done.outcome, done.stdout, done.stderr) == (ExecutionOutcome.OK, read, read)
 
 
 @pytest.mark.parametrize("field", ["code", "stdin"])
-async def test_a_lone_surrogate_is_answered(field: str, server: str, client: SandboxClient) -> None:
+async def test_lone_surrogate_is_replaced(field: str, server: str, client: SandboxClient) -> None:
     fields = {"code": '"import sys; print(ascii(sys.stdin.read()))"', "stdin": '"in"'}
     fields[field] = r'"print(ascii(\"\ud800\"))"' if field == "code" else r'"\ud800"'
     body = f'{{"language": "python", "code": {fields["code"]}, "stdin": {fields["stdin"]}}}'
-    status, answer = await ask(server, body.encode())
+    status, answer = await post(server, body.encode())
     assert (status, answer["status"]) == (200, "Success")
     assert answer["run_result"]["stdout"] == "'\\ufffd'\n"
     by_client = {"code": "print(1)", "stdin": "", field: "print('\ud800')" if field == "code" else "\ud800"}
-    assert (await client.run(**by_client)).outcome is Outcome.OK
+    assert (await client.run(**by_client)).outcome is ExecutionOutcome.OK
 
 
 @pytest.mark.parametrize(
@@ -109,20 +111,20 @@ async def test_a_lone_surrogate_is_answered(field: str, server: str, client: San
         b'{"code": "1", "language": "../../bin/sh"}',
     ],
 )  # fmt: skip
-async def test_a_bad_request_is_refused(body: bytes, server: str) -> None:
-    status, answer = await ask(server, body)
+async def test_invalid_request_is_rejected(body: bytes, server: str) -> None:
+    status, answer = await post(server, body)
     assert status in (400, 422), answer
     assert answer["detail"]
 
 
-async def test_large_code_and_input_are_taken(client: SandboxClient) -> None:
+async def test_large_code_and_input_are_accepted(client: SandboxClient) -> None:
     done = await client.run("import sys\nprint(len(sys.stdin.read()))", stdin="x" * (40 * MEGABYTE))
     assert done.stdout == f"{40 * MEGABYTE}\n"
     done = await client.run("x = '" + "y" * (10 * MEGABYTE) + "'\nprint(len(x))")
     assert done.stdout == f"{10 * MEGABYTE}\n"
 
 
-async def test_input_that_is_too_large_is_refused(client: SandboxClient) -> None:
+async def test_oversized_input_is_rejected(client: SandboxClient) -> None:
     with pytest.raises(SandboxRefused, match="413"):
         await client.run("print(1)", stdin="x" * (100 * MEGABYTE))
 
@@ -130,7 +132,7 @@ async def test_input_that_is_too_large_is_refused(client: SandboxClient) -> None
 # Files
 
 
-REFUSED_PATHS = [
+REJECTED_PATHS = [
     "/etc/passwd", "/etc/new", "/usr/bin/new", "/new", "/root/new", "/home/new/new", "../../etc/new", "../../../new",
     "/proc/self/environ", "/proc/self/fd/4", "/proc/self/fd/1", "/proc/self/fd/0", "/proc/1/mem", "/proc/sysrq-trigger",
     "/proc/self/oom_score_adj", "/sys/new", "/dev/new", "/dev/stdout", "/dev/stderr", "/dev/tty", "/dev/full",
@@ -139,18 +141,14 @@ REFUSED_PATHS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", REFUSED_PATHS, ids=lambda path: repr(path[:40]))
-async def test_a_file_is_written_only_where_the_program_could(
-    path: str, client: SandboxClient, sandbox: Serving
-) -> None:
-    before = len(sandbox.processes())
+@pytest.mark.parametrize("path", REJECTED_PATHS, ids=lambda path: repr(path[:40]))
+async def test_file_is_written_only_where_program_can_write(path: str, client: SandboxClient) -> None:
     with pytest.raises(SandboxRefused, match="422"):
         await client.run("print('ran')", files={path: b'{"error": "forged"}\n'})
-    assert wait_until(lambda: len(sandbox.processes()) <= before, within=2)
     assert not any(Path(parent, "new").exists() for parent in ("/", "/etc", "/usr/bin", "/root", "/home", sys.prefix))
 
 
-async def test_files_may_be_anywhere_in_its_own_tmp(client: SandboxClient) -> None:
+async def test_files_can_be_anywhere_in_private_tmp(client: SandboxClient) -> None:
     files = {"a/b/c": b"1", "/tmp/elsewhere": b"2", "../beside": b"3", "a/../d": b"4", "./e": b"5", "é\n": b"6"}
     code = "import os\nprint(*(open(p).read() for p in ('a/b/c', '/tmp/elsewhere', '/tmp/beside', 'd', 'e', 'é\\n')))"
     assert (await client.run(code, files=files)).stdout == "1 2 3 4 5 6\n"
@@ -158,7 +156,7 @@ async def test_files_may_be_anywhere_in_its_own_tmp(client: SandboxClient) -> No
     assert not Path("/tmp/beside").exists()
 
 
-# Path → how the program makes it. Nothing of these is a file that the program could read.
+# Path → how the program creates it. None of these is a regular file that the program can read.
 NOT_FETCHED = {
     "to shadow": "os.symlink('/etc/shadow', path)",
     "to home": f"os.symlink({str(Path.home() / '.bashrc')!r}, path)",
@@ -179,10 +177,10 @@ NOT_FETCHED = {
 
 
 @pytest.mark.parametrize("name", NOT_FETCHED)
-async def test_fetches_nothing_but_files_of_the_program(name: str, client: SandboxClient) -> None:
+async def test_only_regular_files_are_fetched(name: str, client: SandboxClient) -> None:
     code = f"import os, socket\npath = {name!r}\n{NOT_FETCHED[name]}\nopen('mine', 'w').write('kept')"
     done = await client.run(code, fetch_files=[name, "mine"])
-    assert done.outcome is Outcome.OK, done.stderr
+    assert done.outcome is ExecutionOutcome.OK, done.stderr
     assert done.files == {"mine": b"kept"}
 
 
@@ -193,47 +191,47 @@ async def test_fetches_nothing_but_files_of_the_program(name: str, client: Sandb
      "a\0b", "x" * 5000],
     ids=lambda path: repr(path[:40]),
 )  # fmt: skip
-async def test_fetches_nothing_of_the_machine(path: str, client: SandboxClient) -> None:
+async def test_files_of_the_host_are_not_fetched(path: str, client: SandboxClient) -> None:
     done = await client.run("print(1)", fetch_files=[path])
-    assert (done.outcome, done.files) == (Outcome.OK, {})
+    assert (done.outcome, done.files) == (ExecutionOutcome.OK, {})
 
 
-async def test_fetched_files_hold_no_secret(client: SandboxClient) -> None:
+async def test_fetched_files_contain_no_secret(client: SandboxClient) -> None:
     paths = [f"/proc/{of}/{name}" for of in ("self", "1", "2", "3") for name in ("environ", "cmdline", "maps", "fd/3")]
     with serving(environment={"SECRET": "correct-horse"}) as server:
         async with SandboxClient(server.url) as other:
             done = await other.run("print(1)", fetch_files=paths)
-    assert done.outcome is Outcome.OK
+    assert done.outcome is ExecutionOutcome.OK
     assert not [path for path, content in done.files.items() if b"correct-horse" in content]
 
 
-async def test_fetches_after_the_directory_was_replaced(client: SandboxClient) -> None:
+async def test_fetch_after_work_directory_was_replaced(client: SandboxClient) -> None:
     code = "import os\nopen('a', 'w').write('mine')\nos.rename('/tmp/work', '/tmp/x')\nos.symlink('/etc', '/tmp/work')"
     done = await client.run(code, fetch_files=["a", "shadow", "passwd", "/tmp/work/shadow"])
-    assert (done.outcome, done.files) == (Outcome.OK, {"a": b"mine"})
+    assert (done.outcome, done.files) == (ExecutionOutcome.OK, {"a": b"mine"})
 
 
-async def test_a_fetch_that_is_too_large_is_refused_in_words(server: str, sandbox: Serving) -> None:
+async def test_oversized_fetch_is_reported_in_message(server: str, sandbox: Serving) -> None:
     code = "f = open('large', 'wb')\nfor _ in range(300): f.write(bytes(1 << 20))\nopen('small', 'w').write('x')"
     body = {"language": "python", "code": code, "fetch_files": ["large", "small"]}
-    front = sandbox.processes()[0]
-    before = front.memory_info().rss
-    status, answer = await ask(server, json.dumps(body).encode())
+    server_process = sandbox.processes()[0]
+    before = server_process.memory_info().rss
+    status, answer = await post(server, json.dumps(body).encode())
     assert (status, answer["status"]) == (200, "Success")
     assert answer["files"] == {"small": b64encode(b"x").decode()}
     assert "large" in answer["message"]
-    assert front.memory_info().rss - before < 300 * MEGABYTE
+    assert server_process.memory_info().rss - before < 300 * MEGABYTE
 
 
-async def test_a_fetch_needs_no_memory_of_the_program(client: SandboxClient) -> None:
+async def test_fetch_uses_no_memory_of_the_program(client: SandboxClient) -> None:
     code = "f = open('file', 'wb')\nfor _ in range(60): f.write(bytes(1 << 20))"
     done = await client.run(code, memory_limit_mb=128, fetch_files=["file"])
-    assert (done.outcome, done.return_code) == (Outcome.OK, 0)
+    assert (done.outcome, done.return_code) == (ExecutionOutcome.OK, 0)
     assert len(done.files["file"]) == 60 * MEGABYTE
 
 
-async def test_files_do_not_grow_after_the_end(client: SandboxClient) -> None:
-    """A child that goes on writing can't keep the answer back, or make it larger than is allowed."""
+async def test_fetched_files_do_not_grow_after_exit(client: SandboxClient) -> None:
+    """A child that keeps writing can neither delay the response nor make it larger than allowed."""
     code = """
 import os, time
 if os.fork() == 0:
@@ -243,9 +241,9 @@ if os.fork() == 0:
 time.sleep(0.2)
 """
     began = time.monotonic()
-    done = await client.run(code, fetch_files=["log"])
-    assert done.outcome is Outcome.OK
-    assert time.monotonic() - began < 5
+    done = await client.run(code, fetch_files=["log"], run_timeout=60)
+    assert done.outcome is ExecutionOutcome.OK
+    assert time.monotonic() - began < 30, "the response waited for the child"
 
 
 # Disk and memory
@@ -253,17 +251,15 @@ time.sleep(0.2)
 
 @pytest.mark.parametrize("megabytes", [100, 1024])
 @pytest.mark.parametrize("piece", ["b'x' * 10_000_000", "str(len(kept))"])
-async def test_a_program_without_memory_says_so_in_pythons_words(
-    piece: str, megabytes: int, client: SandboxClient
-) -> None:
+async def test_out_of_memory_prints_memory_error(piece: str, megabytes: int, client: SandboxClient) -> None:
     done = await client.run(f"kept = []\nwhile True: kept.append({piece})", memory_limit_mb=megabytes, run_timeout=20)
-    assert (done.outcome, done.return_code) == (Outcome.OUT_OF_MEMORY, 1)
+    assert (done.outcome, done.return_code) == (ExecutionOutcome.OUT_OF_MEMORY, 1)
     assert done.stderr.splitlines()[-1] == "MemoryError"
     assert "During handling" not in done.stderr
-    assert "sandbox/server" not in done.stderr, "nothing of ours"
+    assert "sandbox/server" not in done.stderr, "traceback contains frames of the server"
 
 
-async def test_a_full_disk_is_the_programs_own(client: SandboxClient) -> None:
+async def test_full_disk_affects_only_the_program(client: SandboxClient) -> None:
     before = shutil.disk_usage("/tmp").used
     code = """
 import os
@@ -281,7 +277,7 @@ except OSError as error:
     assert shutil.disk_usage("/tmp").used - before < 50 * MEGABYTE
 
 
-async def test_files_run_out_only_for_the_program(client: SandboxClient) -> None:
+async def test_number_of_files_is_limited(client: SandboxClient) -> None:
     code = """
 n = 0
 try:
@@ -295,10 +291,10 @@ except OSError as error:
     assert made <= 64 * 1024
 
 
-async def test_one_huge_file_is_cut_off(client: SandboxClient) -> None:
+async def test_file_size_is_limited(client: SandboxClient) -> None:
     code = "import os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nopen('x', 'w')\nos.truncate('x', 1 << 40)"
     done = await client.run(code)
-    assert done.outcome is Outcome.FAILED
+    assert done.outcome is ExecutionOutcome.FAILED
     assert "File too large" in done.stderr
 
 
@@ -347,42 +343,43 @@ HOARDS = {
 }
 
 
+@pytest.mark.timing  # measures the free memory of the machine
 @pytest.mark.parametrize("name", HOARDS)
-async def test_memory_is_limited_over_all_that_it_has(name: str, client: SandboxClient, sandbox: Serving) -> None:
+async def test_memory_limit_covers_all_processes(name: str, client: SandboxClient, sandbox: Serving) -> None:
     if sandbox.tier != "A":
-        pytest.skip("without a cgroup the limit is each process's own")
+        pytest.skip("without a cgroup, the limit is per process")
     code = f"import ctypes, fcntl, os, socket, time\nlibc = ctypes.CDLL(None)\n{dedent(HOARDS[name])}"
-    most, before = 0, psutil.virtual_memory().available
-    running = asyncio.create_task(client.run(code, memory_limit_mb=1024, run_timeout=10))
+    peak, before = 0, psutil.virtual_memory().available
+    running = asyncio.create_task(client.run(code, memory_limit_mb=1024, run_timeout=60))
     while not running.done():
-        most = max(most, before - psutil.virtual_memory().available)
+        peak = max(peak, before - psutil.virtual_memory().available)
         await asyncio.sleep(0.02)
     done = running.result()
-    assert most < 1500 * MEGABYTE
+    assert peak < 1500 * MEGABYTE
     if name in ("children", "files in memory"):
-        assert done.outcome is Outcome.OUT_OF_MEMORY
+        assert done.outcome is ExecutionOutcome.OUT_OF_MEMORY
 
 
-async def test_what_one_program_hoarded_is_not_charged_to_the_next(client: SandboxClient) -> None:
+async def test_memory_of_one_program_is_not_charged_to_next(client: SandboxClient) -> None:
     for _ in range(2):
         full = await client.run("open('/tmp/x', 'wb').write(bytes(400 << 20))\nx = b'x' * (300 << 20)")
         small, other = await asyncio.gather(*(client.run("print(1)", memory_limit_mb=64) for _ in range(2)))
-        assert (full.outcome, small.outcome, other.outcome) == (Outcome.OK,) * 3
+        assert (full.outcome, small.outcome, other.outcome) == (ExecutionOutcome.OK,) * 3
 
 
-async def test_no_core_is_left(client: SandboxClient) -> None:
+async def test_no_core_dump_is_written(client: SandboxClient) -> None:
     done = await client.run("import os\nos.fork() or os.abort()\nos.wait()\nprint(os.listdir('.'))")
     assert done.stdout == "['main.py']\n"
 
 
-async def test_set_up_that_fails_leaves_nothing(client: SandboxClient, sandbox: Serving) -> None:
-    def there() -> tuple[int, int, int]:
+async def test_failed_setup_leaves_no_resources(client: SandboxClient, sandbox: Serving) -> None:
+    def resources() -> tuple[int, int, int]:
         mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
         return mounts, len(sandbox.processes()), sandbox.processes()[0].num_fds()
 
     await asyncio.gather(*(client.run("print(1)") for _ in range(4)))
-    before = there()
+    before = resources()
     for _ in range(100):
         with pytest.raises(SandboxRefused, match="can't be written"):
             await client.run("print(1)", files={"/usr/new": b""})
-    assert wait_until(lambda: all(now <= then for now, then in zip(there(), before, strict=True)))
+    assert wait_until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))

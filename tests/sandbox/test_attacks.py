@@ -1,8 +1,7 @@
-"""Programs that mean harm, on every kind of machine: what they must not reach, and what must not stay of them.
+"""Malicious programs can neither access the host nor leave anything behind, in every isolation tier.
 
-Each attack is run against a real server: as it runs on the machine of these tests; in a container, where it has neither
-namespaces nor cgroups; and both as root and as a user without rights. After each, the next program is served as if
-nothing had been.
+Each attack runs against a real server: on this machine; in a container without namespaces and cgroups; and each as root
+and as an unprivileged user. After each attack, the next program is served normally.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import platform
 import re
 import socket
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -28,22 +27,16 @@ import psutil
 import pyseccomp
 import pytest
 
-from sandbox.serving import Serving, serving, wait_until
+from sandbox.machines import MACHINES, TIERS, USER
+from sandbox.serving import Serving, name_process, serving, wait_until
 from toolroll.sandbox.client import SandboxClient
-from toolroll.sandbox.execution import Execution, Outcome
+from toolroll.sandbox.execution import Execution, ExecutionOutcome
 
-USER = 61_234
-"""The number of a user without rights."""
+pytestmark = pytest.mark.sandbox
+
 MODES = {"private": 0o600, "public": 0o666}
 SECRET = "correct-horse-battery-staple"
 HERE = str(Path(__file__).parent)
-ELSEWHERE = [sys.executable, str(Path(__file__).with_name("docker_like.py"))]
-MACHINES = {
-    "as it is": [],
-    "a container": [*ELSEWHERE, "--seccomp"],
-    "a user": [*ELSEWHERE, "--user", str(USER)],
-    "a user in a container": [*ELSEWHERE, "--user", str(USER), "--seccomp"],
-}
 PRIVATE = (
     "/etc/ssh",
     "/root",
@@ -55,32 +48,31 @@ PRIVATE = (
     "/boot",
     str(Path(__file__).parent),
 )
-TIERS = {"as it is": "AB", "a container": "C", "a user": "B", "a user in a container": "C"}
 
 
 @dataclass
 class Machine:
-    """A server on a machine of some kind, and what an attacker may know of it."""
+    """A server on one kind of machine, and the facts that an attacker may know about it."""
 
     name: str
     server: Serving
     tier: str
     outside: Path
-    """A directory of the machine that everybody may write to, with files of the server's user."""
+    """World-writable directory of the host, with files of the server's user."""
     before: dict[str, int]
 
-    def interpreters(self) -> set[int]:
-        """The warm interpreters, which no program may harm."""
+    def zygotes(self) -> set[int]:
+        """Return the process ids of the zygotes, which no program may kill."""
         found = set()
-        for one in self.server.processes()[0].children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # what removes directories comes and goes
-                if "warm" in " ".join(one.cmdline()):
-                    found.add(one.pid)
+        for process in self.server.processes()[0].children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # processes that remove directories are short-lived
+                if "interpreter.zygote" in " ".join(process.cmdline()):
+                    found.add(process.pid)
         return found
 
     @property
     def facts(self) -> str:
-        """Python that tells a program what it is up against."""
+        """Return Python code that defines the facts that an attacker may know."""
         facts = {
             "SERVER": self.server.process.pid,
             "PROCESSES": [one.pid for one in self.server.processes()],
@@ -94,7 +86,7 @@ class Machine:
         return "".join(f"{name} = {value!r}\n" for name, value in facts.items())
 
     def traces(self) -> dict[str, int]:
-        """What there is of the server on the machine: it must not become more."""
+        """Count the resources of the server on the host. The counts must not grow."""
         processes = self.server.processes()
         spaces = {space for one in processes for space in namespaces_of(one.pid)}
         return {
@@ -114,12 +106,12 @@ def files_in(directory: str) -> list[str]:
 def namespaces_of(pid: int) -> list[str]:
     try:
         return [os.readlink(link) for link in Path(f"/proc/{pid}/ns").iterdir()]
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return []
 
 
 def addresses() -> list[str]:
-    """This machine's own, of any interface."""
+    """Return the addresses of all network interfaces."""
     found = [one.address for all_of_it in psutil.net_if_addrs().values() for one in all_of_it]
     return [one.partition("%")[0] for one in found if re.fullmatch(r"[\d.]+|[\da-f:]+::[\da-f:]+(%\w+)?", one)]
 
@@ -127,8 +119,8 @@ def addresses() -> list[str]:
 @pytest.fixture(scope="module", params=MACHINES)
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     if os.geteuid() != 0 and "--user" in MACHINES[request.param]:
-        pytest.skip("only root can be somebody else")
-    # Not below pytest's own directory, which only its user can enter.
+        pytest.skip("NOT TESTED: requires root to become another user")
+    # Not in pytest's temporary directory, which only its user can enter.
     outside = Path("/tmp") / f"outside-{os.getpid()}-{request.param.replace(' ', '-')}"
     outside.mkdir()
     outside.chmod(0o777)
@@ -139,7 +131,7 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             os.chown(outside / name, USER, USER)
     environment = {"SECRET": SECRET, "TOOLROLL_SANDBOX_TOKEN": SECRET}
     with serving("--session-ttl", "2", environment=environment, wrapper=MACHINES[request.param]) as server:
-        found = re.search(r"isolation +tier (\w)", server.greeting)
+        found = re.search(r"isolation +tier (\w)", server.startup_output)
         assert found
         machine = Machine(request.param, server, found[1], outside, {})
         asyncio.run(warm_up(machine))
@@ -150,7 +142,7 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def warm_up(machine: Machine) -> None:
-    """Have everything there that a server keeps, so that what is more afterwards is what an attack has left."""
+    """Make the server create everything that it keeps, so that later growth is due to an attack."""
     async with SandboxClient(machine.server.url, token=SECRET) as client:
         for code in ("import time; time.sleep(0.3)", "import numpy, time; time.sleep(0.3)"):
             await asyncio.gather(*(client.run(code) for _ in range(8)))
@@ -168,8 +160,9 @@ def left_of(server: int) -> list[Path]:
 
 @pytest.fixture
 async def client(machine: Machine) -> AsyncIterator[SandboxClient]:
-    """Whoever runs programs on it. After each attack all is as before."""
-    interpreters = machine.interpreters()
+    """Return a client. After each attack, check that the server works as before."""
+    zygotes = machine.zygotes()
+    assert zygotes
     client = SandboxClient(machine.server.url, token=SECRET)
     yield client
     after = await client.run("print(6 * 7)")
@@ -177,15 +170,15 @@ async def client(machine: Machine) -> AsyncIterator[SandboxClient]:
     for name, mode in MODES.items():
         (machine.outside / name).write_text(SECRET)
         (machine.outside / name).chmod(mode)
-    assert (after.outcome, after.stdout, after.attempts) == (Outcome.OK, "42\n", 1)
-    assert machine.interpreters() == interpreters, "an interpreter was killed"
+    assert (after.outcome, after.stdout, after.attempts) == (ExecutionOutcome.OK, "42\n", 1)
+    assert machine.zygotes() == zygotes, "a zygote was killed"
 
 
-def test_the_machine_is_what_it_claims_to_be(machine: Machine) -> None:
+def test_machine_has_expected_tier(machine: Machine) -> None:
     assert machine.tier in TIERS[machine.name]
 
 
-# Each tries to get something that it must not get, and prints what it has got.
+# Each program tries to access something forbidden, and prints everything that it could access.
 GRABS = {
     "the secrets of the server's environment": """
         for path in ["/proc/self/environ", *glob.glob("/proc/[0-9]*/environ"), f"/proc/{SERVER}/environ"]:
@@ -331,15 +324,17 @@ GRABS = {
                 continue
             for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
                 for protocol in (0, 1, 3, 9, 12, 16):
-                    if (family, protocol) != (socket.AF_NETLINK, 0):  # its own addresses; needed to look up names
-                        got((family, kind, protocol), lambda: socket.socket(family, kind, protocol).close() or True)
+                    got((family, kind, protocol), lambda: socket.socket(family, kind, protocol).close() or True)
+                    got((family, kind, protocol), lambda: socket.socketpair(family, kind, protocol) and True)
+        sock_packet = 10  # the kernel turns this type of AF_INET into AF_PACKET
+        got("packet", lambda: socket.socket(socket.AF_INET, sock_packet, socket.htons(3)).close() or True)
         for protocol in (1, 6, 255):
             got("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, protocol).close() or True)
         """,
     "system calls": """
         for name, number in CALLS.items():
             ctypes.set_errno(0)
-            first = 0x10000000 if name == "unshare" else 0  # a user namespace: all that anybody may make
+            first = 0x10000000 if name == "unshare" else 0  # the only namespace that any user may create
             got(name, lambda: libc.syscall(number, first, 0, 0, 0, 0, 0) >= 0 or
                 ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS) and errno.errorcode[ctypes.get_errno()])
         """,
@@ -406,7 +401,7 @@ ARCHITECTURE = pyseccomp.Arch.AARCH64 if platform.machine() == "aarch64" else py
 
 
 def number_of(call: str) -> int:
-    """On this machine; below zero where it, or this libseccomp, doesn't know it."""
+    """Return the number of a system call, negative if this machine or libseccomp does not have it."""
     return int(pyseccomp.resolve_syscall(ARCHITECTURE, call))
 
 
@@ -418,24 +413,43 @@ def attack(machine: Machine, code: str) -> str:
     return f"{PRELUDE}{machine.facts}NUMBERS = {NUMBERS}\nCALLS = {CALLS}\n{dedent(code)}"
 
 
-# As docs/sandbox.md says: a program of the same user, with nothing but Landlock around it.
-NOT_PROMISED = {("a user in a container", "changes to modes and times of files")}
+# Documented in docs/sandbox.md: the program runs as the same user, isolated only by Landlock.
+NOT_PREVENTED = {("a user in a container", "changes to modes and times of files")}
 
 
 @pytest.mark.parametrize("name", GRABS)
-async def test_does_not_get(name: str, machine: Machine, client: SandboxClient) -> None:
+async def test_program_cannot_access(name: str, machine: Machine, client: SandboxClient) -> None:
     done = await client.run(attack(machine, GRABS[name]))
-    if (machine.name, name) in NOT_PROMISED:
-        assert done.stdout, "it is better than documented"
+    if (machine.name, name) in NOT_PREVENTED:
+        assert done.stdout, "isolation is better than documented"
         return
     assert done.stdout == ""
-    assert (done.outcome, done.stderr) == (Outcome.OK, ""), "the attack itself is wrong"
+    assert (done.outcome, done.stderr) == (ExecutionOutcome.OK, ""), "the attack itself is broken"
     assert {one.name: one.read_text() for one in machine.outside.iterdir()} == {"private": SECRET, "public": SECRET}
     assert stat.S_IMODE((machine.outside / "private").stat().st_mode) == 0o600
 
 
-# Name → exit status, None for out of time, and a program. Each harms only itself: it ends in that way, soon, and it is
-# the program's own failure.
+async def test_program_cannot_change_priorities_of_others(machine: Machine, client: SandboxClient) -> None:
+    def priorities() -> dict[int, tuple[int, int]]:
+        pids = {machine.server.process.pid, *machine.zygotes()}
+        return {pid: (os.getpriority(os.PRIO_PROCESS, pid), psutil.Process(pid).ionice().ioclass) for pid in pids}
+
+    before = priorities()
+    code = """
+        user, group = os.getuid(), os.getpgrp()
+        for which, who in ((os.PRIO_USER, 0), (os.PRIO_USER, user), (os.PRIO_PGRP, 0), (os.PRIO_PGRP, group)):
+            did((which, who), os.setpriority, which, who, 7)
+            libc.syscall(NUMBERS["ioprio_set"], which + 1, who, 3 << 13)  # idle
+        for pid in PROCESSES:
+            did(pid, os.setpriority, os.PRIO_PROCESS, pid, 7)
+            libc.syscall(NUMBERS["ioprio_set"], 1, pid, 3 << 13)
+        """
+    done = await client.run(attack(machine, code))
+    assert (done.outcome, done.stderr) == (ExecutionOutcome.OK, ""), "the attack itself is broken"
+    assert priorities() == before
+
+
+# Name → exit status (None for a timeout) and program. Each ends soon, as a failure of the program with this status.
 ENDS: dict[str, tuple[int | None, str]] = {
     "a loop that ignores signals": (
         None,
@@ -503,7 +517,7 @@ ENDS: dict[str, tuple[int | None, str]] = {
         """,
     ),
     "zombies": (8, "for _ in range(150): os.fork() or os._exit(0)\nos._exit(8)"),
-    "children that nobody waits for": (
+    "children that are never waited for": (
         8,
         """
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -521,7 +535,7 @@ ENDS: dict[str, tuple[int | None, str]] = {
         os._exit(8)
         """,
     ),
-    "a child in a session of its own that keeps stdout": (
+    "a child in another session that keeps stdout": (
         9,
         """
         if os.fork() == 0:
@@ -551,10 +565,10 @@ ENDS: dict[str, tuple[int | None, str]] = {
         12,
         """
         for fd in range(256):
-            for said in (b'{"status": 0, "seconds": 0, "cpu": 0}', b'{"error": "x"}', b'{"files": {}}'):
+            for message in (b'{"status": 0, "seconds": 0, "cpu": 0}', b'{"error": "x"}', b'{"files": {}}'):
                 for of in ("self", "1", os.getppid()):
-                    did("", lambda: open(f"/proc/{of}/fd/{fd}", "wb").write(said + b"\\n"))
-                did("", os.write, fd, said + b"\\n")
+                    did("", lambda: open(f"/proc/{of}/fd/{fd}", "wb").write(message + b"\\n"))
+                did("", os.write, fd, message + b"\\n")
         os._exit(12)
         """,
     ),
@@ -569,26 +583,26 @@ ENDS: dict[str, tuple[int | None, str]] = {
 SIGNALLERS = [name for name in ENDS if re.search("kill|stop|signal to", name)]
 
 
-def ways(machine: Machine) -> list[list[str]]:
-    """What to fetch: a program whose files are fetched has a supervisor, where others run without."""
+def fetch_variants(machine: Machine) -> list[list[str]]:
+    """Return lists of files to fetch. A program whose files are fetched runs under a supervisor, others do not."""
     return [[], ["main.py"]] if machine.name == "as it is" else [[]]
 
 
 @pytest.mark.parametrize("name", ENDS)
-async def test_ends_as_its_own_failure(name: str, machine: Machine, client: SandboxClient) -> None:
+async def test_crash_is_a_failure_of_the_program(name: str, machine: Machine, client: SandboxClient) -> None:
     status, code = ENDS[name]
-    for fetch in ways(machine):
+    for fetch in fetch_variants(machine):
         began = time.monotonic()
-        seconds = 0.4 if status is None else 10
+        seconds = 0.4 if status is None else 60
         done = await client.run(attack(machine, code), run_timeout=seconds, fetch_files=fetch)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30, "the response waited for the timeout or for a child"
         assert done.attempts == 1
-        if fetch and name in SIGNALLERS:  # the supervisor is the program's own to end
-            assert done.outcome in (Outcome.FAILED, Outcome.TIMEOUT)
+        if fetch and name in SIGNALLERS:  # the program may kill its supervisor
+            assert done.outcome in (ExecutionOutcome.FAILED, ExecutionOutcome.TIMEOUT)
         elif status is None:
-            assert (done.outcome, done.return_code) == (Outcome.TIMEOUT, None)
+            assert (done.outcome, done.return_code) == (ExecutionOutcome.TIMEOUT, None)
         else:
-            assert done.outcome in (Outcome.FAILED, Outcome.OUT_OF_MEMORY)
+            assert done.outcome in (ExecutionOutcome.FAILED, ExecutionOutcome.OUT_OF_MEMORY)
             assert done.return_code == status, done.stderr
 
 
@@ -628,7 +642,7 @@ LEAVES = {
 
 
 def running(mark: str) -> list[int]:
-    """Processes of this machine with this word in their command line."""
+    """Return the processes of this machine with `mark` among their arguments."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
@@ -640,14 +654,14 @@ def running(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-async def test_leaves_no_process(name: str, machine: Machine, client: SandboxClient) -> None:
-    for fetch in ways(machine):
+async def test_program_leaves_no_process(name: str, machine: Machine, client: SandboxClient) -> None:
+    for fetch in fetch_variants(machine):
         mark = f"{os.getpid()}.{time.monotonic_ns()}"
-        stay = f"def stay():\n    os.execv('/bin/sh', ['sh', '-c', 'sleep 20; true', '{mark}'])\n"
-        done = await client.run(PRELUDE + stay + dedent(LEAVES[name]), fetch_files=fetch, run_timeout=5)
-        assert done.outcome is Outcome.OK, done.stderr
-        assert done.execution_time < 3
-        assert wait_until(lambda: not running(mark), within=1)  # noqa: B023 (it is called at once)
+        stay = f"def stay():\n    os.execv('/bin/sh', ['sh', '-c', 'sleep 600; true', '{mark}'])\n"
+        done = await client.run(PRELUDE + stay + dedent(LEAVES[name]), fetch_files=fetch, run_timeout=60)
+        assert done.outcome is ExecutionOutcome.OK, done.stderr
+        assert done.execution_time < 30, "the response waited for a process that was left"
+        assert wait_until(lambda: not running(mark))  # noqa: B023 (called at once)
 
 
 BOMBS = {
@@ -682,25 +696,27 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-async def test_a_fork_bomb_is_bounded_and_gone(name: str, machine: Machine, client: SandboxClient) -> None:
-    # It goes out by itself, lest it stay on this machine if the server fails.
-    prelude = "import _thread, os, signal, time\nends = time.time() + 6\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+async def test_fork_bomb_is_bounded_and_killed(name: str, machine: Machine, client: SandboxClient) -> None:
+    # The bomb ends by itself, so that it does not stay on this machine if the server fails.
+    prelude = (
+        "import _thread, os, signal, time\nends = time.time() + 20\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    )
     code = prelude + dedent(BOMBS[name])
     began = time.monotonic()
     running = asyncio.create_task(client.run(code, run_timeout=0.7, deadline=began + 30))
-    most = 0
+    max_processes = 0
     while not running.done():
-        most = max(most, len(machine.server.processes()))
+        max_processes = max(max_processes, len(machine.server.processes()))
         await asyncio.sleep(0.1)
     done = running.result()
-    assert time.monotonic() - began < 5.5
+    assert time.monotonic() - began < 15, "the bomb ended by itself"
     assert done.attempts == 1
-    assert most < machine.before["processes"] + 300
-    assert wait_until(lambda: len(machine.server.processes()) <= machine.before["processes"], within=1)
+    assert max_processes < machine.before["processes"] + 300
+    assert wait_until(lambda: len(machine.server.processes()) <= machine.before["processes"])
 
 
-async def test_programs_share_nothing(machine: Machine, client: SandboxClient) -> None:
-    """What one writes to its files, to /tmp, to shared memory, to abstract sockets, another doesn't find."""
+async def test_programs_share_no_state(machine: Machine, client: SandboxClient) -> None:
+    """A program finds no files, shared memory or abstract sockets of another one."""
     leave = """
         import tempfile, time
         for directory in {".", tempfile.gettempdir(), "/tmp", "/dev/shm", "/var/tmp"}:
@@ -739,18 +755,18 @@ async def test_programs_share_nothing(machine: Machine, client: SandboxClient) -
             where = str(directories[0])
         facts = f"WHERE, PID, CONCURRENT, TIER = {where!r}, {pid}, {concurrent}, {machine.tier!r}\n"
         found.append(await client.run(attack(machine, facts + dedent(look))))
-        assert (await leaving).outcome is Outcome.OK
+        assert (await leaving).outcome is ExecutionOutcome.OK
     for directory in ("/tmp", "/dev/shm", "/var/tmp"):
         assert not Path(directory, "left-behind").exists()
     key = machine.server.process.pid
     removed = subprocess.run(["ipcrm", "-M", str(key)], capture_output=True)
     assert [(one.stdout, one.stderr) for one in found] == [("", "")] * 2
-    assert removed.returncode != 0, "shared memory was left on the machine"
+    assert removed.returncode != 0, "shared memory was left on the host"
 
 
 @contextmanager
 def listening(outside: Path) -> Iterator[list[socket.socket]]:
-    """Sockets of this machine that anybody may talk to: by name, abstract, as streams and datagrams; and UDP."""
+    """Open sockets on the host that any user can reach: paths and abstract names, streams and datagrams, and UDP."""
     sockets = []
     names = [f"{outside}/stream", f"{outside}/datagram", f"\0outside-{os.getpid()}", f"\0outside-{os.getpid()}d"]
     for number, name in enumerate(names):
@@ -773,7 +789,7 @@ def listening(outside: Path) -> Iterator[list[socket.socket]]:
             Path(name).unlink()
 
 
-async def test_no_socket_of_the_machine_is_reached(machine: Machine, client: SandboxClient) -> None:
+async def test_sockets_of_the_host_are_unreachable(machine: Machine, client: SandboxClient) -> None:
     with listening(machine.outside) as sockets:
         names = [one.getsockname() for one in sockets]
         code = f"""
@@ -788,36 +804,36 @@ async def test_no_socket_of_the_machine_is_reached(machine: Machine, client: San
                 except (OSError, TypeError): pass
         """
         done = await client.run(attack(machine, code))
-        assert (done.outcome, done.stderr) == (Outcome.OK, "")
+        assert (done.outcome, done.stderr) == (ExecutionOutcome.OK, "")
         for one in sockets:
             with pytest.raises(BlockingIOError):
                 one.accept() if one.type == socket.SOCK_STREAM else one.recv(9)
 
 
-async def test_deep_and_wide_directories_are_removed(machine: Machine, client: SandboxClient) -> None:
+async def test_deeply_nested_directories_are_removed(machine: Machine, client: SandboxClient) -> None:
     deeper = "os.mkdir('d'), os.chmod('.', 0o300), os.chdir('d')"
     code = f"import os\nfor _ in range(3000): {deeper}\nprint(1)"
     done = await client.run(code, run_timeout=20)
     assert done.stdout == "1\n"
-    assert wait_until(lambda: machine.traces()["directories"] <= machine.before["directories"], within=5)
+    assert wait_until(lambda: machine.traces()["directories"] <= machine.before["directories"])
 
 
-async def while_others_work(
-    client: SandboxClient, work: str, *, seconds: float, say: Callable[[str], None]
+async def run_during(
+    client: SandboxClient, work: str, *, seconds: float, report_figure: Callable[[str], None]
 ) -> Execution:
-    """Run a program while another does its worst for so long; on a busy machine, for longer."""
-    for patience in (seconds, 5 * seconds):
-        other = asyncio.create_task(client.run(work, run_timeout=patience))
+    """Run a program while `work` runs, for `seconds`; on a busy machine, for longer."""
+    for timeout in (seconds, 5 * seconds):
+        other = asyncio.create_task(client.run(work, run_timeout=timeout))
         await asyncio.sleep(1)
         await client.ping()
         done = await client.run("print(sum(range(10**6)))")
-        assert (done.outcome, done.stdout) == (Outcome.OK, "499999500000\n")
+        assert (done.outcome, done.stdout) == (ExecutionOutcome.OK, "499999500000\n")
         served_meanwhile = not other.done()
         ended = await other
         if served_meanwhile:
             return ended
-        say(f"another program was not served within {patience - 1:g} s")
-    raise AssertionError("it was not served before the other had ended")
+        report_figure(f"another program was not served within {timeout - 1:g} s")
+    raise AssertionError("the program was not served before the other one ended")
 
 
 HOGS = {
@@ -834,51 +850,87 @@ HOGS = {
 
 
 @pytest.mark.parametrize("name", HOGS)
-async def test_others_are_served_meanwhile(
-    name: str, machine: Machine, client: SandboxClient, say: Callable[[str], None]
+async def test_other_programs_are_served_meanwhile(
+    name: str, machine: Machine, client: SandboxClient, report_figure: Callable[[str], None]
 ) -> None:
-    # A hundred processes have most of a machine, where nothing holds them to a share: then it takes longer.
+    # Without a CPU share per program, a hundred processes take most of the machine, and the other program is slower.
     seconds = 6 if "processes" in name else 3
-    done = await while_others_work(client, f"import os, time\n{dedent(HOGS[name])}", seconds=seconds, say=say)
-    assert done.outcome is Outcome.TIMEOUT
+    done = await run_during(
+        client, f"import os, time\n{dedent(HOGS[name])}", seconds=seconds, report_figure=report_figure
+    )
+    assert done.outcome is ExecutionOutcome.TIMEOUT
     if "output" in name:
         assert done.stdout_truncated
         assert len(done.stdout) == 1 << 20
 
 
-# What the kernel counts by user must not be used up by one program for all.
-USED_UP = {
-    "timers": ("libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())) == 0", 200_000),
-    "descriptors on their way": (
-        "not hasattr(socket, 'send_fds') or bool(pair.append(socket.socketpair())) "
-        "or socket.send_fds(pair[-1][0], [b'x'], [0] * 200) > 0",
-        100,
-    ),
+PER_USER_RESOURCES = {
+    "timers": "libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())) == 0",
+    "descriptors in flight": "socket.send_fds(new_pair()[0], [b'x'], [0] * 200) == 1",
+    "memory of pipes": "fcntl.fcntl(new_pipe()[1], F_SETPIPE_SZ, 1 << 20) == 1 << 20",
+    "processes": "start_process()",
 }
+"""What the kernel counts for each user → an expression that takes one of it. It is true or raises OSError."""
+TAKE = """
+import ctypes, fcntl, os, signal, socket, time
+F_SETPIPE_SZ = 1031
+libc, kept = ctypes.CDLL(None), []
 
+def new_pair():
+    kept.append(socket.socketpair())
+    return kept[-1]
 
-@pytest.mark.parametrize("name", USED_UP)
-async def test_nothing_is_used_up_for_others(name: str, machine: Machine, client: SandboxClient) -> None:
-    if machine.tier == "C":
-        pytest.skip("there the kernel counts by user, and all may be one")
-    expression, times = USED_UP[name]
-    prelude = PRELUDE + "import time\npair = []\n"
-    take = f"""
-try:
-    for _ in range({times}):
-        if not {expression}: break
-except OSError: pass
-time.sleep(1.5)
+def new_pipe():
+    kept.append(os.pipe())
+    return kept[-1]
+
+def start_process():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+    return pid > 0
+
+def take(count):
+    taken = 0
+    try:
+        while taken < count and EXPRESSION:
+            taken += 1
+    except OSError:
+        pass
+    return taken
 """
-    taking = asyncio.create_task(client.run(prelude + take))
+
+
+@pytest.mark.parametrize("name", PER_USER_RESOURCES)
+async def test_per_user_resources_are_not_exhausted(name: str, machine: Machine, client: SandboxClient) -> None:
+    if any("per user" in gap for gap in (await client.ping()).gaps):
+        pytest.skip("a gap of this tier, which the server reports")
+    code = TAKE.replace("EXPRESSION", PER_USER_RESOURCES[name])
+    taking = asyncio.create_task(client.run(f"{code}\nprint(take(200_000), flush=True)\ntime.sleep(2)"))
     await asyncio.sleep(1)
-    done = await client.run(prelude + f"print({expression})")
-    assert done.stdout == "True\n", done.stderr
-    assert (await taking).outcome in (Outcome.OK, Outcome.FAILED)
+    other = await client.run(f"{code}\nprint(take(1))")
+    taken = await taking
+    assert 0 < int(taken.stdout) < 200_000, "the limit of this user was reached"
+    assert other.stdout == "1\n", other.stderr
 
 
-async def test_a_session_that_forges_its_answers_harms_only_itself(machine: Machine, client: SandboxClient) -> None:
-    """A cell can write to the channel that its answers go through."""
+async def test_programs_have_different_users(machine: Machine, client: SandboxClient) -> None:
+    if any("per user" in gap for gap in (await client.ping()).gaps):
+        assert "a user" in machine.name, "only a server that runs as root can assign users"
+        return
+    code = f"{name_process('has-own-user')}; import time; time.sleep(30)"
+    runs = [asyncio.create_task(client.run(code, run_timeout=30)) for _ in range(2)]
+    find = functools.partial(machine.server.processes_named, "has-own-user")
+    assert await asyncio.to_thread(wait_until, lambda: len(find()) == 2)
+    users = {process.uids().real for process in find()}
+    for run in runs:
+        run.cancel()
+    assert len(users) == 2
+    assert users.isdisjoint({0, 65534, USER})
+
+
+async def test_forged_answers_harm_only_their_session(machine: Machine, client: SandboxClient) -> None:
+    """A cell can write to the channel over which its answers are sent."""
     forged = [
         r'{"ok": true, "display": [{"a": "\ud800"}], "error": {"ename": "\udfff"}, "exit": null}',
         '{"ok": true, "display": [{"a": ' + "[" * 400 + "]" * 400 + "}]}",
@@ -897,31 +949,42 @@ async def test_a_session_that_forges_its_answers_harms_only_itself(machine: Mach
         assert notebook.attempts == 1
 
 
-async def test_a_session_can_not_swell_the_server(machine: Machine, client: SandboxClient) -> None:
-    cell = (
-        "import os, struct\nd = b'{\"ok\": true, \"display\": [' + b'{},' * (20 << 20) + b'{}]}'\n"
-        "data = memoryview(struct.pack('>I', len(d)) + d)\nwhile data: data = data[os.write(3, data):]"
-    )
+LARGE_REPLIES = {
+    "many values": """
+        reply = b'{"ok": true, "display": [' + b"{}," * (20 << 20) + b"{}]}"
+        data = memoryview(struct.pack(">I", len(reply)) + reply)
+        while data: data = data[os.write(3, data):]
+        """,
+    "many bytes": """
+        os.write(3, struct.pack(">I", 3 << 30))
+        for _ in range(800): os.write(3, bytes(1 << 20))
+        """,
+}
+
+
+@pytest.mark.parametrize("name", LARGE_REPLIES)
+async def test_session_cannot_grow_memory_of_the_server(name: str, machine: Machine, client: SandboxClient) -> None:
+    cell = f"import os, struct\n{dedent(LARGE_REPLIES[name])}"
     server = machine.server.processes()[0]
-    before = most = server.memory_info().rss
-    running = asyncio.create_task(client.run(cell, session_id="swelling"))
+    before = peak = server.memory_info().rss
+    running = asyncio.create_task(client.run(cell, session_id=client.new_session()))
     slowest = 0.0
     while not running.done():
         began = time.monotonic()
         await client.ping()
         slowest = max(slowest, time.monotonic() - began)
-        most = max(most, server.memory_info().rss)
+        peak = max(peak, server.memory_info().rss)
         await asyncio.sleep(0.01)
     await running
     assert slowest < 1
-    assert most - before < 400 << 20
+    assert peak - before < 400 << 20
 
 
-def test_nothing_is_left(machine: Machine) -> None:
-    """The last: after all of these there is no more of the server on the machine than before them."""
+def test_no_resources_remain_at_the_end(machine: Machine) -> None:
+    """Runs last: the server uses no more resources of the host than before the attacks."""
 
-    def more() -> dict[str, int]:
+    def growth() -> dict[str, int]:
         before = machine.before
         return {name: now - before[name] for name, now in machine.traces().items() if now > before[name]}
 
-    assert wait_until(lambda: not more(), within=10), more()
+    assert wait_until(lambda: not growth()), growth()

@@ -1,75 +1,70 @@
-"""What a program writes: the first so many bytes are kept, whatever the pieces; the rest never holds it up."""
+"""OutputReader keeps the first bytes of a program's output and discards the rest without blocking the program."""
 
 import asyncio
 import os
-import threading
 import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import scaled
 
-from toolroll.sandbox.server.output import Output
+from toolroll.sandbox.server.execution.output import OutputReader
 
 
-@settings(max_examples=60)
-@given(pieces=st.lists(st.binary(min_size=1, max_size=3000), max_size=60), most=st.integers(0, 20_000))
-def test_the_first_bytes_are_kept_and_the_rest_is_marked(pieces: list[bytes], most: int) -> None:
+@settings(max_examples=scaled(60))
+@given(chunks=st.lists(st.binary(min_size=1, max_size=3000), max_size=60), limit_bytes=st.integers(0, 20_000))
+def test_output_is_truncated_at_limit(chunks: list[bytes], limit_bytes: int) -> None:
     async def collect() -> tuple[bytes, bool]:
-        output = Output(most)
-        writing = os.dup(output.writing)
-        output.give_away()
+        reader = OutputReader(limit_bytes)
+        write_fd = os.dup(reader.write_fd)
+        reader.close_write_end()
 
         def write() -> None:
-            for piece in pieces:
-                os.write(writing, piece)
-            os.close(writing)
+            for chunk in chunks:
+                os.write(write_fd, chunk)
+            os.close(write_fd)
 
         await asyncio.to_thread(write)
-        return output.close(), output.truncated
+        return reader.close(), reader.truncated
 
     kept, truncated = asyncio.run(collect())
-    whole = b"".join(pieces)
-    assert kept == whole[:most]
-    assert truncated == (len(whole) > most)
+    output = b"".join(chunks)
+    assert kept == output[:limit_bytes]
+    assert truncated == (len(output) > limit_bytes)
 
 
-async def test_a_flood_neither_blocks_the_writer_nor_keeps_the_loop_busy() -> None:
-    output = Output(1000)
-    writing = os.dup(output.writing)
-    output.give_away()
+async def test_flood_blocks_neither_writer_nor_event_loop() -> None:
+    reader = OutputReader(1000)
+    write_fd = os.dup(reader.write_fd)
+    reader.close_write_end()
     written = 0
-    stop = threading.Event()
 
-    def flood() -> None:
+    def flood() -> float:
         nonlocal written
-        while not stop.is_set():
-            written += os.write(writing, b"x" * 65536)
-        os.close(writing)
+        while written < 500_000_000:
+            written += os.write(write_fd, b"x" * 65536)
+        os.close(write_fd)
+        return time.thread_time()
 
-    thread = threading.Thread(target=flood)
-    thread.start()
-    busy = time.thread_time()
-    await asyncio.sleep(1.0)
-    busy = time.thread_time() - busy
-    stop.set()
-    await asyncio.to_thread(thread.join)
-    assert written > 5_000_000
-    assert busy < 0.5
-    assert (len(output.close()), output.truncated) == (1000, True)
+    began = time.thread_time()
+    writer_s = await asyncio.to_thread(flood)
+    reader_s = time.thread_time() - began
+    assert reader_s < 2 * writer_s, "discarding costs about as much as writing"
+    assert (len(reader.close()), reader.truncated) == (1000, True)
 
 
-async def test_it_ends_though_somebody_still_writes() -> None:
-    output = Output(100)
-    os.write(output.writing, b"here")
-    assert output.close() == b"here"
-    assert output.close() == b"here"
+async def test_close_does_not_wait_for_writers() -> None:
+    reader = OutputReader(100)
+    os.write(reader.write_fd, b"here")
+    assert reader.close() == b"here"
+    assert reader.close() == b"here"
 
 
-async def test_what_was_written_since_the_last_time() -> None:
-    output = Output(5)
-    os.write(output.writing, b"first piece")
-    assert output.so_far() == (b"first", True)
-    assert output.so_far() == (b"", False)
-    os.write(output.writing, b"next")
-    assert output.so_far() == (b"next", False)
-    output.close()
+async def test_take_returns_output_since_last_call() -> None:
+    reader = OutputReader(5)
+    os.write(reader.write_fd, b"first piece")
+    assert reader.take() == (b"first", True)
+    assert reader.take() == (b"", False)
+    os.write(reader.write_fd, b"next")
+    assert reader.take() == (b"next", False)
+    reader.close()

@@ -1,4 +1,4 @@
-"""Sessions: an interpreter that keeps its variables between requests."""
+"""Sessions: interpreters that keep their variables between requests."""
 
 import asyncio
 import base64
@@ -6,10 +6,12 @@ import time
 
 import pytest
 
-from sandbox.serving import serving
+from sandbox.serving import name_process, serving, wait_until
 from toolroll.errors import SandboxRefused, SandboxUnavailable
 from toolroll.sandbox.client import SandboxClient
 from toolroll.sandbox.execution import Execution
+
+pytestmark = pytest.mark.sandbox
 
 
 async def test_variables_files_and_imports_are_kept(client: SandboxClient) -> None:
@@ -22,7 +24,7 @@ async def test_variables_files_and_imports_are_kept(client: SandboxClient) -> No
     assert other.stderr.endswith("NameError: name 'x' is not defined\n")
 
 
-async def test_a_failed_cell_keeps_the_session(client: SandboxClient) -> None:
+async def test_failed_cell_keeps_session(client: SandboxClient) -> None:
     await client.run("x = 1", session_id="failing")
     failed = await client.run("def f():\n    return 1 / 0\nf()", session_id="failing")
     assert (failed.outcome, failed.return_code) == ("failed", 1)
@@ -31,18 +33,18 @@ async def test_a_failed_cell_keeps_the_session(client: SandboxClient) -> None:
     assert (await client.run("x", session_id="failing")).stdout == "1\n"
 
 
-async def test_a_cell_out_of_time_is_interrupted_and_the_session_kept(client: SandboxClient) -> None:
+async def test_timed_out_cell_is_interrupted_and_session_kept(client: SandboxClient) -> None:
     await client.run("x = 1", session_id="slow")
-    slow = await client.run("print('begun')\nwhile True: x += 1", session_id="slow", run_timeout=1)
-    assert (slow.outcome, slow.stdout) == ("timeout", "begun\n")
+    slow = await client.run("print('started')\nwhile True: x += 1", session_id="slow", run_timeout=1)
+    assert (slow.outcome, slow.stdout) == ("timeout", "started\n")
     after = await client.run("x > 1", session_id="slow")
     assert (after.stdout, after.session_is_new) == ("True\n", False)
 
 
-async def test_a_cell_that_wont_be_interrupted_ends_the_session(client: SandboxClient) -> None:
-    code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\nwhile True: pass"
+async def test_cell_that_ignores_interrupt_ends_session(client: SandboxClient) -> None:
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('started', flush=True)\nwhile True: pass"
     stuck = await client.run(code, session_id="stuck", run_timeout=1)
-    assert (stuck.outcome, stuck.stdout) == ("timeout", "begun\n")
+    assert (stuck.outcome, stuck.stdout) == ("timeout", "started\n")
     assert (await client.run("1", session_id="stuck")).session_is_new
 
 
@@ -57,9 +59,7 @@ async def test_a_cell_that_wont_be_interrupted_ends_the_session(client: SandboxC
         ("import os, struct; os.write(3, struct.pack('>I', 2**31))", -9),
     ],
 )
-async def test_a_cell_that_breaks_its_interpreter_harms_only_itself(
-    client: SandboxClient, code: str, return_code: int
-) -> None:
+async def test_cell_that_breaks_interpreter_ends_session(client: SandboxClient, code: str, return_code: int) -> None:
     name = f"broken-{abs(hash(code))}"
     await client.run("x = 1", session_id=name)
     broken = await client.run(code, session_id=name, run_timeout=3)
@@ -73,32 +73,30 @@ GREEDY = {
     "large pieces": "while True: kept.append(b'x' * 10_000_000)",
     "small pieces": "while True: kept.append(str(len(kept)))",
     "arrays": "import numpy\nwhile True: kept.append(numpy.ones(100_000))",
-    "of a function": "def fill():\n    own = []\n    while True: own.append(str(len(own)))\nfill()",
+    "local variable": "def fill():\n    local = []\n    while True: local.append(str(len(local)))\nfill()",
 }
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in GREEDY.items()])
 @pytest.mark.parametrize("megabytes", [100, 512])
-async def test_a_program_without_memory_is_told_so_and_its_session_goes_on(
-    client: SandboxClient, code: str, megabytes: int
-) -> None:
+async def test_out_of_memory_cell_keeps_session(client: SandboxClient, code: str, megabytes: int) -> None:
     name = f"greedy-{megabytes}-{abs(hash(code))}"
 
     async def run(code: str) -> Execution:
-        return await client.run(code, session_id=name, memory_limit_mb=megabytes, show_value=True)
+        return await client.run(code, session_id=name, memory_limit_mb=megabytes, show_value=True, run_timeout=60)
 
     await run("x, kept = 1, []")
     done = await run(code)
     assert (done.outcome, done.return_code, done.session_is_over) == ("out_of_memory", 1, False)
     assert "MemoryError" in done.stderr.splitlines()[-1]
     assert "During handling" not in done.stderr
-    assert "sandbox/server" not in done.stderr, "nothing of ours"
-    if "own" not in code:  # what a function had is free by itself
+    assert "sandbox/server" not in done.stderr, "frames of the server are hidden"
+    if "local" not in code:  # freed when the function returns
         await run("del kept")
     assert (await run("x, len(bytearray(50_000_000))")).stdout == "(1, 50000000)\n"
 
 
-async def test_memory_is_limited_over_the_whole_session(client: SandboxClient) -> None:
+async def test_memory_limit_applies_to_whole_session(client: SandboxClient) -> None:
     done = [
         await client.run(f"part{number} = bytearray(60_000_000)", session_id="adding", memory_limit_mb=100)
         for number in range(2)
@@ -106,16 +104,16 @@ async def test_memory_is_limited_over_the_whole_session(client: SandboxClient) -
     assert [one.outcome for one in done] == ["ok", "out_of_memory"]
 
 
-async def test_a_notebook_without_memory_is_told_so(client: SandboxClient) -> None:
+async def test_out_of_memory_notebook_continues(client: SandboxClient) -> None:
     fill = "kept = []\nwhile True: kept.append(str(len(kept)))"
     done = await client.run_jupyter([fill, "del kept\n1 + 1"], memory_limit_mb=100)
     assert done.outcome == "out_of_memory"
     assert [one["ename"] for one in done.cells[0].error] == ["MemoryError"]
-    assert done.cells[1].display[0]["text/plain"] == "2", "it went on"
+    assert done.cells[1].display[0]["text/plain"] == "2"
 
 
-async def test_limits_of_the_programs_own_are_left_alone(client: SandboxClient) -> None:
-    """As those of HumanEval's and APPS's harnesses are."""
+async def test_rlimits_set_by_program_are_kept(client: SandboxClient) -> None:
+    """The harnesses of HumanEval and APPS set such limits."""
     lower = "import resource, sys\nfor what in (resource.RLIMIT_AS, resource.RLIMIT_DATA):\n    {}\n"
     hard = lower.format("resource.setrlimit(what, (900 << 20, 900 << 20))")
     for _ in range(2):
@@ -130,15 +128,15 @@ async def test_limits_of_the_programs_own_are_left_alone(client: SandboxClient) 
     assert kept.stdout == "[700, 700]\n"
 
 
-async def test_a_cell_within_a_cell_leaves_the_reserve_where_it_was(client: SandboxClient) -> None:
+async def test_nested_cell_keeps_memory_headroom(client: SandboxClient) -> None:
     code = "kept = []\nget_ipython().run_cell('1')\nwhile True: kept.append(str(len(kept)))"
     done = await client.run(code, session_id="nested", memory_limit_mb=100)
     assert (done.outcome, done.session_is_over) == ("out_of_memory", False)
     assert done.stderr.splitlines()[-1] == "MemoryError"
 
 
-async def test_programs_that_end_after_many_sessions_are_told_at_the_first_attempt(client: SandboxClient) -> None:
-    """There are more cgroups than the server keeps: those of the programs go with them."""
+async def test_programs_succeed_while_many_sessions_end(client: SandboxClient) -> None:
+    """The sessions use more cgroups than the server keeps, so that cgroups are removed meanwhile."""
     names = [f"many-{number}" for number in range(8)]
     await asyncio.gather(*(client.run("1", session_id=name) for name in names))
     programs = [asyncio.create_task(client.run("import time; time.sleep(2); print(1)")) for _ in range(3)]
@@ -148,15 +146,15 @@ async def test_programs_that_end_after_many_sessions_are_told_at_the_first_attem
         assert (done.stdout, done.attempts) == ("1\n", 1)
 
 
-async def test_a_new_sessions_memory_may_be_less(client: SandboxClient) -> None:
+async def test_memory_limit_can_be_set_per_session(client: SandboxClient) -> None:
     done = await client.run("x = bytearray(400_000_000)\nlen(x)", session_id="small", memory_limit_mb=100)
     assert done.outcome == "out_of_memory"
     assert (await client.run("len(bytearray(400_000_000))", session_id="large")).stdout == "400000000\n"
 
 
-async def test_a_session_is_ended_by_request_with_whatever_runs_in_it(server: str, client: SandboxClient) -> None:
+async def test_deleted_session_kills_running_cell(server: str, client: SandboxClient) -> None:
     await client.run("import time", session_id="ended")
-    running = asyncio.create_task(client.run("time.sleep(30)", session_id="ended", run_timeout=30))
+    running = asyncio.create_task(client.run("time.sleep(60)", session_id="ended", run_timeout=60))
     waiting = asyncio.create_task(client.run("print('never')", session_id="ended"))
     await asyncio.sleep(0.3)
     began = time.monotonic()
@@ -164,25 +162,25 @@ async def test_a_session_is_ended_by_request_with_whatever_runs_in_it(server: st
     killed = await running
     assert (killed.return_code, killed.session_is_over) == (-9, True)
     for late in (waiting, client.run("1", session_id="ended")):
-        with pytest.raises(SandboxRefused, match="was ended by request"):
+        with pytest.raises(SandboxRefused, match="was deleted"):
             await late
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "the cell ran to its end"
     assert not await client.end_session("ended")
     assert not await client.end_session("there-was-none")
 
 
-async def test_whether_a_session_is_over_is_told(client: SandboxClient) -> None:
+async def test_session_is_over_is_reported(client: SandboxClient) -> None:
     assert (await client.run("1 / 0", session_id="over")).session_is_over is False
-    assert (await client.run("exit()", session_id="over")).session_is_over is False, "as in a notebook"
+    assert (await client.run("exit()", session_id="over")).session_is_over is False
     assert (await client.run("import os; os._exit(0)", session_id="over")).session_is_over is True
     assert (await client.run("1")).session_is_over is None
 
 
-async def test_a_value_stands_in_a_line_of_its_own(client: SandboxClient) -> None:
+async def test_displayed_value_is_on_a_separate_line(client: SandboxClient) -> None:
     assert (await client.run("print('4', end='')\n2", session_id="lines")).stdout == "4\n2\n"
 
 
-async def test_cells_of_one_session_run_one_after_the_other(client: SandboxClient) -> None:
+async def test_cells_of_a_session_run_sequentially(client: SandboxClient) -> None:
     await client.run("order = []", session_id="turns")
     cells = [f"import time; order.append({i}); time.sleep(0.02); order.append({i})" for i in range(6)]
     await asyncio.gather(*(client.run(cell, session_id="turns") for cell in cells))
@@ -190,47 +188,59 @@ async def test_cells_of_one_session_run_one_after_the_other(client: SandboxClien
     assert all(order[i] == order[i + 1] for i in range(0, 12, 2))
 
 
-async def test_output_is_each_cells_own(client: SandboxClient) -> None:
+async def test_output_is_attributed_to_its_cell(client: SandboxClient) -> None:
     for number in range(30):
-        done = await client.run(f"print({number}, end='')", session_id="own")
+        done = await client.run(f"print({number}, end='')", session_id="output")
         assert done.stdout == str(number)
 
 
-async def test_much_output_is_cut_and_marked(client: SandboxClient) -> None:
+async def test_long_output_is_truncated(client: SandboxClient) -> None:
     done = await client.run("print('x' * 3_000_000)", session_id="much")
     assert (len(done.stdout), done.stdout_truncated) == (1 << 20, True)
     assert (await client.run("print('y')", session_id="much")).stdout == "y\n"
 
 
-async def test_what_a_session_doesnt_take_is_refused(client: SandboxClient) -> None:
+async def test_unsupported_session_request_is_rejected(client: SandboxClient) -> None:
     with pytest.raises(SandboxRefused, match="stdin"):
         await client.run("1", session_id="a", stdin="x")
     with pytest.raises(SandboxRefused, match="Python"):
         await client.run("1", "bash", session_id="a")
 
 
-async def test_idle_sessions_end_and_the_oldest_makes_room() -> None:
-    with serving("--sessions", "2", "--session-ttl", "1.5", "--capacity", "4") as running:
+async def test_longest_idle_session_is_evicted() -> None:
+    with serving("--sessions", "2", "--capacity", "4") as running:
         async with SandboxClient(running.url) as client:
             for name in ("a", "b", "c"):
                 assert (await client.run("x = 1", session_id=name)).session_is_new
             assert not (await client.run("x", session_id="c")).session_is_new
             assert not (await client.run("x", session_id="b")).session_is_new
-            assert (await client.run("1", session_id="a")).session_is_new  # and c, idle longest, is gone
+            assert (await client.run("1", session_id="a")).session_is_new  # evicts c, which was idle longest
             assert (await client.run("1", session_id="c")).session_is_new
-            busy = [asyncio.create_task(client.run("import time; time.sleep(1)", session_id=name)) for name in "cd"]
-            await asyncio.sleep(0.4)
+
+
+async def test_sessions_in_use_are_not_evicted() -> None:
+    with serving("--sessions", "2", "--capacity", "4") as running:
+        async with SandboxClient(running.url) as client:
+            for name in "ab":
+                await client.run("import time", session_id=name)
+            busy = [asyncio.create_task(client.run("time.sleep(8)", session_id=name)) for name in "ab"]
+            await asyncio.sleep(1)
             with pytest.raises(SandboxUnavailable, match="in use"):
-                await client.run("1", session_id="e", deadline=time.monotonic() + 0.3)
-            await asyncio.gather(*busy)
-            await asyncio.sleep(3)
-            assert (await client.run("1", session_id="c")).session_is_new
-            before = len(running.processes())
-            await asyncio.sleep(3)
-            assert len(running.processes()) < before
+                await client.run("1", session_id="c", deadline=time.monotonic() + 2)
+            answers = await asyncio.gather(*busy)
+            assert not any(done.session_is_new for done in answers)
 
 
-async def test_a_sent_again_cell_runs_once(server: str) -> None:
+async def test_idle_sessions_expire() -> None:
+    with serving("--session-ttl", "1") as running:
+        async with SandboxClient(running.url) as client:
+            assert (await client.run(name_process("idle"), session_id="a")).session_is_new
+            assert running.processes_named("idle")
+            assert await asyncio.to_thread(wait_until, lambda: not running.processes_named("idle"))
+            assert (await client.run("x", session_id="a")).session_is_new
+
+
+async def test_resent_cell_runs_once(server: str) -> None:
     import aiohttp
 
     body = {"code": "n = globals().get('n', 0) + 1\nprint(n)", "language": "python", "session_id": "once"}
@@ -243,7 +253,7 @@ async def test_a_sent_again_cell_runs_once(server: str) -> None:
 # --- notebooks
 
 
-async def test_cells_show_values_pictures_and_errors(client: SandboxClient) -> None:
+async def test_cells_display_values_images_and_errors(client: SandboxClient) -> None:
     notebook = await client.run_jupyter(
         [
             "import matplotlib.pyplot as plt\nplt.plot([1, 2, 3])\nplt.show()",
@@ -261,7 +271,7 @@ async def test_cells_show_values_pictures_and_errors(client: SandboxClient) -> N
     assert not any("\x1b[" in line for line in error.error[0]["traceback"])
 
 
-async def test_a_notebook_has_its_files_and_gives_them_back(client: SandboxClient) -> None:
+async def test_notebook_reads_and_returns_files(client: SandboxClient) -> None:
     notebook = await client.run_jupyter(
         ["text = open('in.txt').read()", "open('out.txt', 'w').write(text[::-1])"],
         files={"in.txt": b"abc"},
@@ -270,13 +280,13 @@ async def test_a_notebook_has_its_files_and_gives_them_back(client: SandboxClien
     assert notebook.files == {"out.txt": b"cba"}
 
 
-async def test_a_notebook_is_new_each_time_and_ends_in_time(client: SandboxClient) -> None:
+async def test_notebook_is_isolated_and_times_out(client: SandboxClient) -> None:
     await client.run_jupyter(["x = 1"])
     (cell,) = (await client.run_jupyter(["x"])).cells
     assert cell.error[0]["ename"] == "NameError"
     began = time.monotonic()
-    slow = await client.run_jupyter(["import time", "time.sleep(60)", "1"], total_timeout=1)
-    assert time.monotonic() - began < 5
+    slow = await client.run_jupyter(["import time", "time.sleep(60)", "1"], total_timeout=2)
+    assert time.monotonic() - began < 40, "the cell ran to its end"
     assert slow.outcome == "timeout"
     assert len(slow.cells) == 2
     limited = await client.run_jupyter(["while True: pass", "1"], cell_timeout=0.3)

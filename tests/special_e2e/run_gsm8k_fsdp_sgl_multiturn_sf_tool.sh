@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with a code interpreter: verl with FSDP and SGLang, on one machine with GPUs.
-# Run it in verl's environment, with toolroll[rollout,sandbox] installed there. Further settings of verl's may follow.
+# Run it in verl's environment, with toolroll[rollout,sandbox] installed there. Arguments are passed on to verl.
 #
 #   TRAIN=gsm8k/train.jsonl VAL=gsm8k/test.jsonl GPUS=8 tests/special_e2e/run_gsm8k_fsdp_sgl_multiturn_sf_tool.sh
 set -euo pipefail
@@ -9,7 +9,7 @@ example=$root/examples/verl_gsm8k
 python=${PYTHON:-python3}
 model=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
 gpus=${GPUS:-8}
-train=${TRAIN:-$example/questions.jsonl} # JSON lines in GSM8K's form
+train=${TRAIN:-$example/questions.jsonl} # JSON lines in the format of GSM8K
 val=${VAL:-$train}
 work=${WORK:-/tmp/verl_gsm8k}
 
@@ -22,7 +22,7 @@ if [[ -z ${SANDBOX_FUSION_URL:-} ]]; then
   trap 'kill %1' EXIT
 fi
 
-# The trainer that does without a sample that the infrastructure damaged: in 0.8 it has a name of its own.
+# Use the trainer that excludes samples with infra faults; verl 0.8 has a separate module for it.
 trainer=verl.trainer.main_ppo
 if [[ $("$python" -W ignore -c 'from importlib.metadata import version; print(version("verl"))') == 0.8.* ]]; then
   trainer=verl.trainer.main_ppo_sync

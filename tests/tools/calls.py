@@ -1,9 +1,9 @@
-"""A process that calls the code interpreter as a rollout would: many trajectories at once, each with its instance.
+"""Process that calls the code interpreter like a rollout: many concurrent trajectories, each with its own instance.
 
     python calls.py '{"config": {…}, "calls": [[CODE, EXPECTED], …], "concurrency": 64, "deadline": 30}'
 
-It joins the Ray cluster in RAY_ADDRESS, waits for a line on stdin, makes the calls, and prints one JSON line: for each
-call "ok" (the answer was EXPECTED), "infra", or what was wrong; and what is left in this process.
+It joins the Ray cluster at RAY_ADDRESS, waits for a line on stdin, makes the calls, and prints one JSON line with the
+outcome of each call ("ok" if the output was EXPECTED, "infra", or a message) and the number of unreleased objects.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import psutil
 import ray
 
 from toolroll.errors import Fault, fault_of
-from toolroll.limiter.limiter import get_limiter
+from toolroll.limiter.registry import get_limiter
 from toolroll.tools.instance import ToolInstance
 from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
 
@@ -27,16 +27,15 @@ async def call(tool: SandboxFusionTool, code: str, expected: str, deadline: floa
             result = await instance.execute({"code": code}, deadline=time.monotonic() + deadline)
     except Exception as error:
         return "infra" if fault_of(error) is Fault.INFRA else f"{type(error).__name__}: {error}"
-    said = str(result.response.text)
-    return (
-        "ok" if said == expected or (expected.startswith("…") and expected[1:] in said) else f"{code!r} gave {said!r}"
-    )
+    output = str(result.response.text)
+    is_expected = output == expected or (expected.startswith("…") and expected[1:] in output)
+    return "ok" if is_expected else f"{code!r} returned {output!r}"
 
 
 async def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     tool = SandboxFusionTool(job["config"])
-    await call(tool, "1", "1", 30)  # the lease, and a connection
+    await call(tool, "1", "1", 30)  # acquires the lease and opens a connection
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     calls = iter(job["calls"])
@@ -50,16 +49,20 @@ async def main() -> None:
     limiter = get_limiter(tool.resource, job["config"]["rate_limit"])
     port = int(tool.resource.rsplit(":", 1)[1])
 
-    def left() -> dict[str, int]:
-        to_sandbox = [one for one in psutil.Process().net_connections() if one.raddr and one.raddr.port == port]
+    def unreleased() -> dict[str, int]:
+        to_sandbox = [
+            connection
+            for connection in psutil.Process().net_connections()
+            if connection.raddr and connection.raddr.port == port
+        ]
         slots = {"in_use": limiter.in_use, "waiting": limiter.waiting}
         tasks = len(asyncio.all_tasks()) - 1
         return {"instances": len(tool.instances), **slots, "tasks": tasks, "connections": len(to_sandbox)}
 
-    ends = time.monotonic() + 20
-    while any(left().values()) and time.monotonic() < ends:  # idle connections are closed after some seconds
+    give_up = time.monotonic() + 20
+    while any(unreleased().values()) and time.monotonic() < give_up:  # idle connections close after a few seconds
         await asyncio.sleep(0.1)
-    print(json.dumps({"outcomes": outcomes, "left": left()}), flush=True)
+    print(json.dumps({"outcomes": outcomes, "unreleased": unreleased()}), flush=True)
     limiter.close()
 
 

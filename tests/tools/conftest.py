@@ -1,13 +1,12 @@
-"""What the tests of tools share."""
+"""Fixtures for the tests of tools."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has limits of its own, though another test has connected it to a cluster.
+def process_local_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use limits of this process even if another test has connected it to a Ray cluster.
 
-    Else each of the many servers here would have an actor of its own there. What holds for a cluster is tested with
-    processes that join one.
+    Otherwise each of the many servers would get its own actor. Cluster-wide limits are tested with separate processes.
     """
-    monkeypatch.setattr("toolroll.limiter.limiter._is_connected", lambda: False)
+    monkeypatch.setattr("toolroll.limiter.registry._is_connected", lambda: False)

@@ -1,4 +1,4 @@
-"""BaseTool: state per instance, verl's ways of calling, results that are what they should be."""
+"""Tests of BaseTool: state per instance, verl's calling conventions, validation of results."""
 
 import asyncio
 import math
@@ -19,6 +19,8 @@ from toolroll import (
 from toolroll.errors import InfraFault, ToolContractError
 from toolroll.tools.base_tool import as_result
 
+pytestmark = pytest.mark.virtual_time
+
 SCHEMA = {"type": "function", "function": {"name": "count", "description": "Count."}}
 
 
@@ -34,19 +36,19 @@ class Count(BaseTool[list[int]]):
         return ToolResult(ToolResponse(text=str(state[0])), None, {})
 
 
-async def test_state_spans_turns_and_no_trajectory_sees_another() -> None:
+async def test_state_lasts_for_trajectory_and_is_not_shared() -> None:
     tool = Count({}, SCHEMA)
 
-    async def one(start: int) -> list[str | None]:
+    async def trajectory(start: int) -> list[str | None]:
         async with ToolInstance(tool, create_kwargs={"start": start}) as instance:
             return [(await instance.execute("")).response.text for _ in range(3)]
 
-    told = await asyncio.gather(*(one(start) for start in range(0, 1000, 10)))
-    assert told == [[str(start + 1), str(start + 2), str(start + 3)] for start in range(0, 1000, 10)]
+    outputs = await asyncio.gather(*(trajectory(start) for start in range(0, 1000, 10)))
+    assert outputs == [[str(start + 1), str(start + 2), str(start + 3)] for start in range(0, 1000, 10)]
     assert not tool.instances
 
 
-async def test_verl_calls_it_its_own_way() -> None:
+async def test_verl_calling_convention() -> None:
     tool = Count({}, SCHEMA)
     instance_id, created = await tool.create(create_kwargs={"start": 4})
     response, reward, metrics = await tool.execute(instance_id, {}, agent_data=object())
@@ -57,24 +59,24 @@ async def test_verl_calls_it_its_own_way() -> None:
     assert not tool.instances
 
 
-async def test_verls_create_without_kwargs() -> None:
+async def test_verl_create_without_kwargs() -> None:
     tool = Count({}, SCHEMA)
     instance_id, _ = await tool.create(create_kwargs=None)
     assert tool.state(instance_id) == [0]
 
 
-async def test_create_arguments_that_the_tool_does_not_take_are_named() -> None:
+async def test_unknown_create_kwarg_is_named() -> None:
     with pytest.raises(InfraFault, match=r"'count' failed: TypeError: .*'begin'"):
         async with ToolInstance(Count({}, SCHEMA), create_kwargs={"begin": 1}):
             pass
 
 
-async def test_an_instance_that_is_not_there_is_named() -> None:
+async def test_missing_instance_is_named() -> None:
     with pytest.raises(ToolContractError, match=r"'count' has no instance 'x'"):
         await Count({}, SCHEMA).execute("x", {})
 
 
-def test_another_librarys_schema_object_is_taken() -> None:
+def test_foreign_schema_object_is_accepted() -> None:
     class Function(BaseModel):
         name: str
         description: str
@@ -84,58 +86,58 @@ def test_another_librarys_schema_object_is_taken() -> None:
         type: str
         function: Function
 
-    theirs = Schema(
+    schema = Schema(
         type="function", function=Function(name="count", description="Count.", parameters={"type": "object"})
     )
-    assert Count({}, theirs).tool_schema.model_dump() == theirs.model_dump()
+    assert Count({}, schema).tool_schema.model_dump() == schema.model_dump()
 
 
-def test_a_class_written_for_verl_brings_its_schema_its_own_way() -> None:
-    class Theirs(Count):
+def test_schema_from_get_openai_tool_schema() -> None:
+    class VerlStyle(Count):
         def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
             return OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
-    assert Theirs({}).name == "count"
+    assert VerlStyle({}).name == "count"
 
 
-def test_tools_share_no_schema_and_no_config() -> None:
-    class Own(Count):
+def test_tools_do_not_share_schema_or_config() -> None:
+    class WithSchema(Count):
         default_schema = OpenAIFunctionToolSchema.model_validate(SCHEMA)
 
     config = {"a": 1}
-    one, two = Own(config), Own(config)
+    one, two = WithSchema(config), WithSchema(config)
     one.tool_schema.function.description = "Changed."
     one.config["a"] = 2
     assert (two.tool_schema.function.description, two.config, config) == ("Count.", {"a": 1}, {"a": 1})
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         (None, "Count has no schema"),
-        ({"type": "function"}, "the key 'function' is missing"),
-        ("count", "Count is not usable"),
+        ({"type": "function"}, "missing key 'function'"),
+        ("count", "Count is invalid"),
     ],
 )
-def test_a_tool_without_a_usable_schema_is_refused(schema: Any, said: str) -> None:
+def test_missing_or_invalid_schema_is_rejected(schema: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Count({}, schema)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_settings_name_the_key_that_is_wrong() -> None:
+def test_invalid_settings_are_named() -> None:
     class Settings(ToolSettings):
         rate_limit: int = 10
 
     assert Settings.read({"type": "native", "rate_limit": 3}).rate_limit == 3
-    with pytest.raises(ConfigError, match=r"no key 'rate_limt' \(did you mean 'rate_limit'\?\)"):
+    with pytest.raises(ConfigError, match=r"unknown key 'rate_limt' \(did you mean 'rate_limit'\?\)"):
         Settings.read({"rate_limt": 3})
     with pytest.raises(ConfigError, match=r"rate_limit: Input should be a valid integer"):
         Settings.read({"rate_limit": "many"})
 
 
-class TheirResponse:
-    """A response object of another library, such as verl's."""
+class ForeignResponse:
+    """Response object of another library, such as verl."""
 
     text, image, video = "seen", None, None
 
@@ -146,12 +148,12 @@ class TheirResponse:
         ((ToolResponse(text="a"), 1, {"k": 1}), ("a", 1.0, {"k": 1})),
         (("a", None, None), ("a", None, {})),
         ((None, 0.5, {}), (None, 0.5, {})),
-        ((TheirResponse(), True, {}), ("seen", 1.0, {})),
+        ((ForeignResponse(), True, {}), ("seen", 1.0, {})),
     ],
 )
-def test_results_are_brought_into_form(returned: Any, result: tuple[Any, ...]) -> None:
-    made = as_result("t", returned)
-    assert (made.response.text, made.reward, made.metrics) == result
+def test_results_are_converted(returned: Any, result: tuple[Any, ...]) -> None:
+    converted = as_result("t", returned)
+    assert (converted.response.text, converted.reward, converted.metrics) == result
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,6 @@ def test_results_are_brought_into_form(returned: Any, result: tuple[Any, ...]) -
         ("a", 1.0, []),
     ],
 )
-def test_results_that_would_spoil_a_batch_are_refused(returned: Any) -> None:
+def test_invalid_results_are_rejected(returned: Any) -> None:
     with pytest.raises(ToolContractError, match=r"'t'"):
         as_result("t", returned)

@@ -1,4 +1,4 @@
-"""What is created is released, once, in bounded time, whatever happens."""
+"""Tests of ToolInstance: every instance is released exactly once, in bounded time."""
 
 import asyncio
 import logging
@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import scaled
 
 from toolroll import BaseTool, InfraFault, PolicyFault, ToolInstance, ToolResponse
 from toolroll.errors import DuplicateInstance, InvalidArguments, ToolContractError
+
+pytestmark = pytest.mark.virtual_time
 
 SCHEMA = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "required": ["x"]}}}
 
 
 @dataclass(frozen=True)
 class Script:
-    """How one trajectory goes: how many turns of the event loop each step takes, and how it ends."""
+    """Behaviour of one trajectory: the number of event-loop iterations of each step, and how it ends."""
 
     create: int = 0
     create_fails: bool = False
@@ -48,19 +51,19 @@ async def turns(count: int) -> None:
 
 
 class Probe(BaseTool[Script]):
-    """Does what each instance's script says, and counts."""
+    """Tool that follows the script of each instance and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__({}, SCHEMA)
-        self.begun: Counter[str] = Counter()
+        self.created: Counter[str] = Counter()
         self.released: Counter[str] = Counter()
         self.closed: Counter[str] = Counter()
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         assert instance_id is not None
-        self.begun[instance_id] += 1
+        self.created[instance_id] += 1
         script = kwargs["script"]
-        self.instances[instance_id] = script  # held before the first await: a create that is cut short leaves it behind
+        self.instances[instance_id] = script  # before the first await, so that a cancelled create leaves it behind
         await turns(script.create)
         if script.create_fails:
             raise ConnectionError("no room")
@@ -96,9 +99,9 @@ async def disturb(task: "asyncio.Task[None]", script: Script) -> None:
         task.cancel()
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @given(st.lists(SCRIPTS, min_size=1, max_size=20))
-def test_whatever_fails_or_is_cancelled_each_is_released_once_and_none_is_left(scripts: list[Script]) -> None:
+def test_every_instance_is_released_exactly_once(scripts: list[Script]) -> None:
     async def run() -> Probe:
         tool = Probe()
         tasks = [asyncio.create_task(trajectory(tool, script)) for script in scripts]
@@ -106,10 +109,10 @@ def test_whatever_fails_or_is_cancelled_each_is_released_once_and_none_is_left(s
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         for script, end in zip(scripts, ends, strict=True):
             assert end is None or isinstance(end, asyncio.CancelledError | InfraFault | PolicyFault)
-            assert tool.closed == tool.released, "a trajectory ended before its release did"
+            assert tool.closed == tool.released, "a trajectory ended before its release"
             if not script.cancelled_at:
-                wanted = InfraFault if script.create_fails else PolicyFault if script.execute_fails else type(None)
-                assert isinstance(end, wanted)
+                expected = InfraFault if script.create_fails else PolicyFault if script.execute_fails else type(None)
+                assert isinstance(end, expected)
         return tool
 
     logging.disable(logging.CRITICAL)
@@ -117,13 +120,13 @@ def test_whatever_fails_or_is_cancelled_each_is_released_once_and_none_is_left(s
         tool = asyncio.run(run())
     finally:
         logging.disable(logging.NOTSET)
-    assert tool.released == tool.closed == tool.begun
+    assert tool.released == tool.closed == tool.created
     assert set(tool.released.values()) <= {1}
     assert not tool.instances
 
 
 class Slow(Probe):
-    """Its release never ends; `stubborn` ones don't even heed their cancellation."""
+    """Tool whose release never ends; if `stubborn`, it even ignores cancellation."""
 
     stubborn = False
 
@@ -140,20 +143,20 @@ class Slow(Probe):
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-async def test_a_release_that_never_ends_is_given_up(stubborn: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_endless_release_times_out(stubborn: bool, caplog: pytest.LogCaptureFixture) -> None:
     tool = Slow()
     tool.stubborn = stubborn
-    began = asyncio.get_running_loop().time()
+    start = asyncio.get_running_loop().time()
     async with ToolInstance(tool, create_kwargs={"script": Script()}, release_timeout=0.1):
         pass
-    assert asyncio.get_running_loop().time() - began < 4
-    assert "took more than 0.1 s" in caplog.text
+    assert asyncio.get_running_loop().time() - start < 4
+    assert "timed out after 0.1 s" in caplog.text
     assert sum(tool.released.values()) == 1
     await asyncio.sleep(0)
     assert stubborn or not [task for task in asyncio.all_tasks() if task.get_name().startswith("release")]
 
 
-async def test_a_cancellation_waits_for_the_release_and_then_goes_on() -> None:
+async def test_cancellation_is_deferred_until_release_ends() -> None:
     tool = Probe()
     task = asyncio.create_task(trajectory(tool, Script(execute=100, release=50)))
     await turns(5)
@@ -164,7 +167,7 @@ async def test_a_cancellation_waits_for_the_release_and_then_goes_on() -> None:
     assert not tool.instances
 
 
-async def test_cancellations_during_the_release_neither_shorten_it_nor_get_lost() -> None:
+async def test_cancellation_during_release_is_deferred() -> None:
     tool = Probe()
     task = asyncio.create_task(trajectory(tool, Script(release=50)))
     for _ in range(5):
@@ -175,7 +178,7 @@ async def test_cancellations_during_the_release_neither_shorten_it_nor_get_lost(
     assert sum(tool.closed.values()) == 1
 
 
-async def test_a_timeout_around_a_trajectory_is_a_timeout() -> None:
+async def test_asyncio_timeout_around_instance() -> None:
     tool = Probe()
 
     async def sleeper() -> None:
@@ -187,12 +190,12 @@ async def test_a_timeout_around_a_trajectory_is_a_timeout() -> None:
     assert not tool.instances
 
 
-async def test_a_release_that_fails_is_logged_and_the_trajectory_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_release_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     await trajectory(Probe(), Script(release_fails=True))
     assert "lost the key" in caplog.text
 
 
-async def test_an_id_in_use_is_refused_and_its_owner_keeps_it() -> None:
+async def test_duplicate_id_is_rejected_and_owner_keeps_it() -> None:
     class Plain(BaseTool[None]):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return "here", None, {}
@@ -201,29 +204,29 @@ async def test_an_id_in_use_is_refused_and_its_owner_keeps_it() -> None:
     async with ToolInstance(tool, "request-1") as instance:
         with pytest.raises(DuplicateInstance, match="request-1"):
             async with ToolInstance(tool, "request-1"):
-                pytest.fail("a second one of the same id")
+                pytest.fail("created a second instance with the same id")
         assert "request-1" in tool.instances
         assert (await instance.execute({"x": 1})).response.text == "here"
     assert not tool.instances
 
 
-async def test_after_the_end_nothing_can_be_called() -> None:
+async def test_released_instance_rejects_calls() -> None:
     async with ToolInstance(Probe(), create_kwargs={"script": Script()}) as instance:
         pass
-    with pytest.raises(ToolContractError, match="released already"):
+    with pytest.raises(ToolContractError, match="has been released"):
         await instance.execute({"x": 1})
-    with pytest.raises(ToolContractError, match="released already"):
+    with pytest.raises(ToolContractError, match="has been released"):
         await instance.calc_reward()
 
 
-async def test_arguments_are_checked_before_the_tool_sees_them() -> None:
+async def test_arguments_are_validated_before_execute() -> None:
     async with ToolInstance(Probe(), create_kwargs={"script": Script()}) as instance:
         with pytest.raises(InvalidArguments, match="'x' is missing"):
             await instance.execute('{"y": 1}')
 
 
 class Odd(Probe):
-    """Ends in ways that would end more than the call."""
+    """Tool that raises SystemExit and CancelledError."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
         assert instance_id is not None
@@ -243,31 +246,32 @@ class Odd(Probe):
         sys.exit(6)
 
 
-async def test_what_a_tool_does_ends_its_call_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_exit_and_cancellation_by_tool_only_fail_call(caplog: pytest.LogCaptureFixture) -> None:
     tool = Odd()
     async with ToolInstance(tool, release_kwargs={"why": "done"}) as instance:
         with pytest.raises(RuntimeError, match=r"sys\.exit\(5\)"):
             await instance.execute({"x": "exit"})
-        with pytest.raises(RuntimeError, match="cancelled from within"):
+        with pytest.raises(RuntimeError, match="raised CancelledError"):
             await instance.execute({"x": "cancel"})
-        with pytest.raises(InfraFault, match="calc_reward of tool 'probe' failed"):
+        with pytest.raises(InfraFault, match="calc_reward\\(\\) of 'probe' failed"):
             await instance.calc_reward()
     assert "sys.exit(6)" in caplog.text
     assert tool.kwargs == {"why": "done"}
     assert not tool.instances
 
 
-async def test_an_instance_is_used_once_and_within_its_block() -> None:
+async def test_instance_is_used_once_within_block() -> None:
     instance = ToolInstance(Probe(), create_kwargs={"script": Script()})
-    with pytest.raises(ToolContractError, match="not begun yet"):
+    with pytest.raises(ToolContractError, match="was not created"):
         await instance.execute({"x": 1})
     async with instance:
         pass
-    with pytest.raises(ToolContractError, match="make a new one"):
-        await instance.__aenter__()
+    with pytest.raises(ToolContractError, match="was already used"):
+        async with instance:
+            pytest.fail("entered twice")
 
 
-async def test_a_method_that_is_not_async_is_named_as_the_authors_mistake() -> None:
+async def test_sync_method_is_contract_error() -> None:
     class Sync(Probe):
         def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
             return "done", None, {}
@@ -278,10 +282,10 @@ async def test_a_method_that_is_not_async_is_named_as_the_authors_mistake() -> N
 
 
 class Early(Probe):
-    """As tools of the first days did it: the id alone from create, text from execute, a list from calc_reward."""
+    """Tool of an early verl version: create returns only the id, execute text, and calc_reward a list."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        return "an id of my own"
+        return "custom-id"
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         return f"hello from {instance_id}", "0.5", {}
@@ -293,11 +297,11 @@ class Early(Probe):
         self.released[instance_id] += 1
 
 
-async def test_tools_that_bend_the_contract_are_taken_where_it_is_safe_and_named_where_it_is_not() -> None:
+async def test_lenient_create_and_strict_rewards() -> None:
     tool = Early()
     async with ToolInstance(tool) as instance:
-        with pytest.raises(ToolContractError, match=r"'probe' gave the reward '0\.5'"):
+        with pytest.raises(ToolContractError, match=r"Invalid reward from 'probe': '0\.5'"):
             await instance.execute({"x": 1})
-        with pytest.raises(ToolContractError, match=r"'probe' gave the reward \[1\.0\]"):
+        with pytest.raises(ToolContractError, match=r"Invalid reward from 'probe': \[1\.0\]"):
             await instance.calc_reward()
-    assert tool.released == {"an id of my own": 1}
+    assert tool.released == {"custom-id": 1}

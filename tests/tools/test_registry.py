@@ -1,4 +1,4 @@
-"""A YAML file becomes tools, or says what is wrong with it."""
+"""Tests of loading tools from a YAML file."""
 
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,12 @@ def load(tmp_path: Path, content: Any) -> list[BaseTool[Any]]:
     return initialize_tools_from_config(path)
 
 
-async def test_tools_registration(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_examples_load(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (checker,) = initialize_tools_from_config(root / "examples/gsm8k/tool_config.yaml")
     assert isinstance(checker, Gsm8kTool)
     assert checker.name == "calc_gsm8k_reward"
-    written = yaml.safe_load((root / "examples/gsm8k/tool_config.yaml").read_text())["tools"][0]["tool_schema"]
-    assert checker.get_openai_tool_schema().model_dump() == written
+    expected = yaml.safe_load((root / "examples/gsm8k/tool_config.yaml").read_text())["tools"][0]["tool_schema"]
+    assert checker.get_openai_tool_schema().model_dump() == expected
 
     monkeypatch.syspath_prepend(str(root / "examples/custom_tool"))
     convert, pantry = initialize_tools_from_config(str(root / "examples/custom_tool/tool_config.yaml"))
@@ -87,7 +87,7 @@ async def test_settings_and_schema_reach_the_tool(tmp_path: Path) -> None:
     assert echo.tool_schema.model_dump() == SCHEMA
 
 
-async def test_a_function_is_named_by_its_path_and_may_get_another_schema(tmp_path: Path) -> None:
+async def test_function_with_custom_schema(tmp_path: Path) -> None:
     (plain,) = load(tmp_path, {"tools": [{"class_name": "here.shout"}]})
     assert plain.tool_schema.function.description == "Say it louder."
     parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -99,13 +99,13 @@ async def test_a_function_is_named_by_its_path_and_may_get_another_schema(tmp_pa
         assert (await two.execute({"text": "hey"})).response.text == "HEY"
 
 
-def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIMES", "3")
     (echo,) = load(tmp_path, {"tools": [{**ECHO, "config": {"times": "${oc.decode:${oc.env:TIMES}}"}}]})
     assert vars(echo)["times"] == 3
 
 
-def test_the_names_that_verl_dropped_load_ours(tmp_path: Path) -> None:
+def test_verl_class_names_load_replacements(tmp_path: Path) -> None:
     (checker,) = load(
         tmp_path, {"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}]}
     )
@@ -121,88 +121,88 @@ def test_hundreds_of_tools_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "messages"),
     [
         (
             {"clas_name": "here.Echo"},
-            ["the key 'class_name' is missing", "no key 'clas_name' (did you mean 'class_name'?)"],
+            ["missing key 'class_name'", "unknown key 'clas_name' (did you mean 'class_name'?)"],
         ),
-        ({**ECHO, "tool_shema": {}}, ["(here.Echo)", "no key 'tool_shema' (did you mean 'tool_schema'?)"]),
-        ({**ECHO, "config": {"tims": 3}}, ["config: there is no key 'tims' (did you mean 'times'?)"]),
+        ({**ECHO, "tool_shema": {}}, ["(here.Echo)", "unknown key 'tool_shema' (did you mean 'tool_schema'?)"]),
+        ({**ECHO, "config": {"tims": 3}}, ["config: unknown key 'tims' (did you mean 'times'?)"]),
         ({**ECHO, "config": {"times": "many"}}, ["config: times: Input should be a valid integer"]),
-        ({**ECHO, "config": {"type": "mcp"}}, ["config.type is 'mcp'"]),
-        ({**ECHO, "class_name": "here.Ecko"}, ["here has no 'Ecko' (did you mean 'Echo'?)"]),
-        ({**ECHO, "class_name": "not_there.Echo"}, ["no module 'not_there'", "PYTHONPATH"]),
-        ({**ECHO, "class_name": "Echo"}, ["has no module", "my_module.Echo"]),
-        ({**ECHO, "class_name": "pathlib.Path"}, ["pathlib.Path is not a tool", "derive it from toolroll.BaseTool"]),
-        ({"class_name": "here.whisper"}, ["here.whisper is not a tool", "put @tool on it"]),
-        ({"class_name": "here.shout", "config": {"loud": 3}}, ["'loud'", "a function takes no settings"]),
+        ({**ECHO, "config": {"type": "mcp"}}, ["config.type: unknown type 'mcp'"]),
+        ({**ECHO, "class_name": "here.Ecko"}, ["Module 'here' has no attribute 'Ecko' (did you mean 'Echo'?)"]),
+        ({**ECHO, "class_name": "not_there.Echo"}, ["No module named 'not_there'", "PYTHONPATH"]),
+        ({**ECHO, "class_name": "Echo"}, ["Expected a dotted path, got 'Echo'", "my_module.Echo"]),
+        ({**ECHO, "class_name": "pathlib.Path"}, ["pathlib.Path is not a tool", "Derive it from toolroll.BaseTool"]),
+        ({"class_name": "here.whisper"}, ["here.whisper is not a tool", "Decorate it with @tool"]),
+        ({"class_name": "here.shout", "config": {"loud": 3}}, ["'loud'", "a function has no settings"]),
         ({"class_name": "here.Echo"}, ["Echo has no schema"]),
-        ({"class_name": "here.shout", "tool_schema": SCHEMA}, ["doesn't fit the function", "needs ['text']"]),
-        ({"class_name": "leaves.X"}, ["importing leaves failed: SystemExit"]),
-        ({"class_name": "here.Fragile", "tool_schema": SCHEMA}, ["making the tool failed: RuntimeError: no licence"]),
-        ({**ECHO, "tool_schema": {"type": "function"}}, ["the key 'function' is missing"]),
+        ({"class_name": "here.shout", "tool_schema": SCHEMA}, ["does not match the function", "requires ['text']"]),
+        ({"class_name": "leaves.X"}, ["Importing 'leaves.X' failed: SystemExit"]),
+        ({"class_name": "here.Fragile", "tool_schema": SCHEMA}, ["creating the tool failed: RuntimeError: no licence"]),
+        ({**ECHO, "tool_schema": {"type": "function"}}, ["missing key 'function'"]),
         ({**ECHO, "config": {"times": "${oc.env:NOT_SET_ANYWHERE}"}}, ["NOT_SET_ANYWHERE", "tools[1].config.times"]),
         ({**ECHO, "config": {"times": "???"}}, ["tools[1].config.times"]),
-        (ECHO, ["its name, 'echo', is taken by tool 1", "change one"]),
+        (ECHO, ["tool 1 has the same name, 'echo'", "Rename one"]),
         ("here.Echo", ["should be a valid dictionary"]),
     ],
 )
-def test_an_error_names_the_file_the_entry_and_the_remedy(tmp_path: Path, entry: Any, said: list[str]) -> None:
+def test_error_names_file_entry_and_fix(tmp_path: Path, entry: Any, messages: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, {"tools": [ECHO, entry]})
     message = str(caught.value)
     assert str(tmp_path / "tools.yaml") in message
     assert "tool 2" in message or "tools[1]" in message
-    for part in said:
+    for part in messages:
         assert part in message
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "has no list `tools`"),
         ("tools:", "has no list `tools`"),
         ("tools: {a: 1}", "has no list `tools`"),
         ("- a", "has no list `tools`"),
-        ("tools: []\ntool: []", "has 'tool' beside `tools`"),
-        ("tools: [", "is not valid YAML"),
+        ("tools: []\ntool: []", "unknown key 'tool'"),
+        ("tools: [", "invalid YAML"),
     ],
 )
-def test_a_file_that_is_no_tool_config_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_invalid_file_is_rejected(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, content)
     assert str(caught.value).startswith(f"{tmp_path / 'tools.yaml'}: ")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("tools: [{class_name: h\xe9}]".encode("latin-1"))
     for path in (tmp_path, tmp_path / "latin.yaml"):
         with pytest.raises(ConfigError, match=str(path)):
             initialize_tools_from_config(path)
 
 
-def test_a_config_left_empty_is_an_empty_config(tmp_path: Path) -> None:
+def test_empty_config_key_is_empty_config(tmp_path: Path) -> None:
     assert load(tmp_path, "tools:\n  - class_name: here.shout\n    config:\n")[0].name == "shout"
 
 
-def test_each_load_gives_tools_of_its_own(tmp_path: Path) -> None:
+def test_each_load_creates_new_tools(tmp_path: Path) -> None:
     entry = {"tools": [{"class_name": "here.shout"}]}
     assert load(tmp_path, entry)[0].instances is not load(tmp_path, entry)[0].instances
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="file not found"):
         initialize_tools_from_config(tmp_path / "none.yaml")
 
 
-def test_a_module_that_fails_to_import_says_why(tmp_path: Path) -> None:
+def test_import_failure_is_explained(tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("import not_installed_anywhere")
     with pytest.raises(
-        ConfigError, match=r"tool 1 \(broken_module\.X\): .*no module 'not_installed_anywhere'.*install it"
+        ConfigError, match=r"tool 1 \(broken_module\.X\): .*No module named 'not_installed_anywhere'.*Install it"
     ):
         load(tmp_path, {"tools": [{"class_name": "broken_module.X"}]})
     (tmp_path / "raising_module.py").write_text("1 / 0")
-    with pytest.raises(ConfigError, match=r"importing raising_module failed: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"Importing 'raising_module\.X' failed: ZeroDivisionError"):
         load(tmp_path, {"tools": [{"class_name": "raising_module.X"}]})

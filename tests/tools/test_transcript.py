@@ -1,15 +1,15 @@
-"""What the model is shown, whatever the program did."""
+"""Tests of the text that the model reads after a program ran."""
 
 import dataclasses
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolroll.sandbox.execution import Execution, Outcome
-from toolroll.tools.transcript import MOST_STDERR, transcript
+from toolroll.sandbox.execution import Execution, ExecutionOutcome
+from toolroll.tools.transcript import MAX_STDERR_CHARS, transcript
 
 DONE = Execution(
-    outcome=Outcome.OK,
+    outcome=ExecutionOutcome.OK,
     files={},
     queue_time=None,
     endpoint="http://x:1",
@@ -31,7 +31,7 @@ DONE = Execution(
 @given(
     changes=st.fixed_dictionaries(
         {
-            "outcome": st.sampled_from(Outcome),
+            "outcome": st.sampled_from(ExecutionOutcome),
             "stdout": st.text(),
             "stderr": st.text(),
             "stdout_truncated": st.booleans(),
@@ -41,42 +41,49 @@ DONE = Execution(
         }
     )
 )
-def test_all_that_was_written_is_shown_and_it_is_never_empty(changes: dict[str, object]) -> None:
+def test_transcript_contains_output_and_is_never_empty(changes: dict[str, object]) -> None:
     done = dataclasses.replace(DONE, **changes)
-    said = transcript(done, run_timeout=2)
-    assert said
-    assert said.startswith(done.stdout.rstrip("\n"))
-    assert done.stderr.rstrip("\n") in said
-    assert ("too long" in said) >= done.stdout_truncated
-    if done.outcome is not Outcome.OK:
-        assert said != dataclasses.replace(done, outcome=Outcome.OK).stdout.rstrip("\n") or done.stderr
-    if done.outcome is Outcome.TIMEOUT:
-        assert "longer than 2 s" in said
+    text = transcript(done, run_timeout=2)
+    assert text
+    assert text.startswith(done.stdout.rstrip("\n"))
+    assert done.stderr.rstrip("\n") in text
+    assert ("too long" in text) >= done.stdout_truncated
+    if done.outcome is not ExecutionOutcome.OK:
+        assert text != dataclasses.replace(done, outcome=ExecutionOutcome.OK).stdout.rstrip("\n") or done.stderr
+    if done.outcome is ExecutionOutcome.TIMEOUT:
+        assert "longer than 2 s" in text
 
 
-def test_of_a_long_stderr_the_part_that_matters_is_kept() -> None:
+def test_long_stderr_is_truncated_to_relevant_part() -> None:
     long = "first " + "x" * 10_000 + " last"
-    crash = transcript(dataclasses.replace(DONE, outcome=Outcome.FAILED, return_code=1, stderr=long), run_timeout=1)
+    crash = transcript(
+        dataclasses.replace(DONE, outcome=ExecutionOutcome.FAILED, return_code=1, stderr=long), run_timeout=1
+    )
     assert crash.startswith("[...]\n")
     assert crash.endswith(" last")
-    compiler = dataclasses.replace(DONE, outcome=Outcome.COMPILE_FAILED, return_code=1, stderr=long)
-    said = transcript(compiler, run_timeout=1)
-    assert said.startswith("first ")
-    assert said.endswith("[...]\n[The program did not compile.]")
-    assert max(len(crash), len(said)) < MOST_STDERR + 100
+    compiler = dataclasses.replace(DONE, outcome=ExecutionOutcome.COMPILE_FAILED, return_code=1, stderr=long)
+    text = transcript(compiler, run_timeout=1)
+    assert text.startswith("first ")
+    assert text.endswith("[...]\n[The program did not compile.]")
+    assert max(len(crash), len(text)) < MAX_STDERR_CHARS + 100
 
 
-def test_how_each_end_reads() -> None:
-    def said(outcome: Outcome, return_code: int | None = 1, **more: object) -> str:
+def test_outcome_notes() -> None:
+    def note(outcome: ExecutionOutcome, return_code: int | None = 1, **more: object) -> str:
         done = dataclasses.replace(DONE, outcome=outcome, return_code=return_code, **more)
         return transcript(done, run_timeout=30, memory_limit_mb=512)
 
-    assert said(Outcome.OK, 0) == "[No output.]"
-    assert said(Outcome.FAILED, 3) == "[The program failed with exit status 3.]"
-    assert said(Outcome.FAILED, -11) == "[The program was ended by signal 11 (SIGSEGV). It had written nothing.]"
-    assert said(Outcome.FAILED, -77, stdout="a") == "a\n[The program was ended by signal 77 (unknown).]"
-    assert said(Outcome.TIMEOUT, None, stdout="a\n") == "a\n[The program was stopped: it took longer than 30 s.]"
-    assert said(Outcome.COMPILE_TIMEOUT, None) == "[The compiler took too long and was stopped.]"
-    assert said(Outcome.OUT_OF_MEMORY, -9) == (
-        "[The program was stopped: it reached its memory limit of 512 MB. It had written nothing.]"
+    assert note(ExecutionOutcome.OK, 0) == "[No output.]"
+    assert note(ExecutionOutcome.FAILED, 3) == "[The program failed with exit status 3.]"
+    assert (
+        note(ExecutionOutcome.FAILED, -11)
+        == "[The program was terminated by signal 11 (SIGSEGV). It produced no output.]"
+    )
+    assert note(ExecutionOutcome.FAILED, -77, stdout="a") == "a\n[The program was terminated by signal 77 (unknown).]"
+    assert (
+        note(ExecutionOutcome.TIMEOUT, None, stdout="a\n") == "a\n[The program was stopped: it took longer than 30 s.]"
+    )
+    assert note(ExecutionOutcome.COMPILE_TIMEOUT, None) == "[The compiler was stopped: it took too long.]"
+    assert note(ExecutionOutcome.OUT_OF_MEMORY, -9) == (
+        "[The program was stopped: it exceeded its memory limit of 512 MB. It produced no output.]"
     )

@@ -1,4 +1,4 @@
-"""The viewer as a user has it: keys in, text on the screen out."""
+"""Drive the viewer like a user: press keys, read the text on the screen."""
 
 import html
 import re
@@ -12,133 +12,135 @@ from textual.events import Paste
 from textual.pilot import Pilot
 
 from toolroll.viewer.app import RolloutViewer
-from toolroll.viewer.browse import BrowseScreen
-from toolroll.viewer.sample_pane import SamplePane
+from toolroll.viewer.screens.browse import BrowseScreen
+from toolroll.viewer.widgets.sample_pane import SamplePane
 
 NARROW, WIDE = (80, 24), (160, 48)
+WAIT_S = 60.0
+"""Timeout for what the screen should show, after which a test fails."""
 CELL = 12.2
-"""The width of a character in textual's pictures."""
+"""Width of a character in Textual's screenshots."""
 PIECE = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="[\d.]+"[^>]*clip-path="url\([^)]*line-(\d+)\)">([^<]*)</text>')
 SCROLLBAR = re.compile("[▁▂▃▄▅▆▇]")
-"""The ends of scroll bars."""
+"""Ends of scroll bars."""
 
 
 class Viewer(RolloutViewer):
-    """The viewer, with what it said in passing."""
+    """The viewer, with a record of its notifications."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         super().__init__(directory, **settings)
-        self.told: list[str] = []
+        self.notifications: list[str] = []
 
     def notify(self, message: str, **settings: Any) -> None:
-        """Say something in passing."""
-        self.told.append(message)
+        """Record and show a notification."""
+        self.notifications.append(message)
         super().notify(message, **settings)
 
 
 class User:
-    """Somebody at the keyboard."""
+    """A user at the keyboard."""
 
     def __init__(self, app: Viewer, pilot: Pilot[None]) -> None:
         self.app = app
         self.pilot = pilot
 
     async def press(self, *keys: str) -> None:
-        """Press keys, and wait until all is done that they set off."""
+        """Press keys and wait until their effects are complete."""
         await self.pilot.press(*keys)
         await self.settle()
         await self.pilot.pause()
 
     async def sees(self, *texts: str) -> None:
-        """What the screen has to show, soon."""
-        deadline = time.monotonic() + 5
+        """Wait until the screen shows all texts."""
+        deadline = time.monotonic() + WAIT_S
         while not all(text in self.text for text in texts):
             assert time.monotonic() < deadline, f"{texts} not in\n{self.text}"
             await self.pilot.pause()
 
     async def type(self, text: str) -> None:
-        """Put a text where the cursor is, as one does who pastes it."""
+        """Paste a text at the cursor."""
         self.app.post_message(Paste(text))
         await self.pilot.pause()
 
     async def settle(self) -> None:
-        """Wait for the threads, and for what they have to say."""
+        """Wait for the background threads and their messages."""
         while any(not worker.is_finished for worker in self.app.workers):
             await self.app.workers.wait_for_complete()
             await self.pilot.pause()
 
     async def still(self) -> None:
-        """Wait until the screen is laid out: until it looks the same three times in a row."""
+        """Wait until the layout is complete: until three screenshots in a row are the same."""
         seen: list[list[str]] = []
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + WAIT_S
         while len(seen) < 3 or seen[-3:] != [self.lines] * 3:
             assert time.monotonic() < deadline, f"the screen keeps changing:\n{self.text}"
             await self.pilot.pause(0.02)
             seen.append(self.lines)
 
     async def look(self) -> None:
-        """Have the directory looked at now."""
-        self.browse.background.look()
+        """Check the directory for changes now."""
+        self.browse.background.poll_directory()
         await self.settle()
         await self.pilot.pause()
 
     @property
     def browse(self) -> BrowseScreen:
-        """The first screen."""
+        """The main screen."""
         screen = self.app.screen_stack[0]
         assert isinstance(screen, BrowseScreen)
         return screen
 
     @property
     def pane(self) -> SamplePane:
-        """The sample."""
+        """The pane of the sample."""
         return self.browse.pane
 
     @property
-    def told(self) -> str:
-        """What was last said in passing."""
-        return self.app.told[-1] if self.app.told else ""
+    def notification(self) -> str:
+        """The last notification."""
+        return self.app.notifications[-1] if self.app.notifications else ""
 
     @property
     def lines(self) -> list[str]:
-        """What is on the screen, line by line."""
+        """Lines of the screen."""
         return screen_lines(self.app.export_screenshot(), self.app.size.height)
 
     @property
     def text(self) -> str:
-        """What is on the screen."""
+        """Text of the screen."""
         return "\n".join(self.lines)
 
     @property
     def title(self) -> str:
-        """The first line."""
+        """First line of the screen."""
         return self.lines[0].strip()
 
     @property
     def scores(self) -> list[str]:
-        """The scores that are listed, as they are written."""
-        listed = self.browse.listing
+        """Scores of the listed samples, as displayed."""
+        listed = self.browse.navigator.listing
         found = [listed[row].step.column("score")[listed[row].row] for row in range(len(listed))]
         return [f"{score:g}" if score is not None else "–" for score in found]
 
 
 def screen_lines(picture: str, height: int) -> list[str]:
-    """The text of a picture of the screen. A picture is what textual's public interface gives."""
+    """Return the lines of text in an SVG screenshot, which is the only form that Textual's public API offers."""
     lines: list[dict[int, str]] = [{} for _ in range(height)]
     for x, line, text in PIECE.findall(picture):
         lines[int(line)][round(float(x) / CELL)] = html.unescape(text).replace("\xa0", " ").rstrip("\n")
-    made = []
+    texts = []
     for pieces in lines:
-        made.append("")
+        texts.append("")
         for column, text in sorted(pieces.items()):
-            made[-1] = made[-1].ljust(column) + text
-    return [SCROLLBAR.sub("", line).rstrip() for line in made]
+            texts[-1] = texts[-1].ljust(column) + text
+    return [SCROLLBAR.sub("", line).rstrip() for line in texts]
 
 
 @asynccontextmanager
 async def viewing(directory: Path, size: tuple[int, int] = NARROW, **settings: Any) -> AsyncIterator[User]:
-    """Open a directory."""
-    app = Viewer(directory, **{"every": 3600.0, **settings})
+    """Open a directory in the viewer."""
+    app = Viewer(directory, **{"refresh_interval_s": 3600.0, **settings})
     async with app.run_test(size=size, notifications=True) as pilot:
         user = User(app, pilot)
         await user.settle()

@@ -1,4 +1,4 @@
-"""Dumps to look at: ours as our writer writes them, and verl's as verl does. The same at every call."""
+"""Deterministic dumps in the formats of toolroll and of verl."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from typing import Any
 
 from toolroll.errors import Fault
 from toolroll.records.writer import RecordWriter
-from toolroll.rollout.engines.engine import Timings
+from toolroll.rollout.engines.base import GenerationTimings
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, Rewards, Trajectory, TurnRecord
 from toolroll.schemas import FunctionCall, Message, ToolCall
@@ -46,7 +46,7 @@ Encode = Callable[[str], list[int]]
 
 
 def trajectory(step: int, group: int, sample: int, chance: random.Random, encode: Encode | None = None) -> Trajectory:
-    """One conversation: thinks, calls the interpreter, answers. The later the step, the more often rightly."""
+    """Return a conversation with thinking, tool calls and an answer, which is correct more often in later steps."""
     encode = encode or (lambda text: [chance.randrange(1000) for _ in range(max(1, len(text) // 4))])
     question, answer, code = PROBLEMS[group % len(PROBLEMS)]
     skill = min(0.95, 0.25 + 0.07 * step)
@@ -60,23 +60,23 @@ def trajectory(step: int, group: int, sample: int, chance: random.Random, encode
     rounds = [code.replace("print", "prnt"), code] if crashes else [code]
     for turn, program in enumerate(rounds):
         thought = f"I should compute this.\nThe question is about {question.split()[0]}, so I set up the numbers."
-        said = "Let me calculate." if turn == 0 else "That was a typing error. Again:"
+        text = "Let me calculate." if turn == 0 else "That was a typing error. Again:"
         arguments = json.dumps({"name": "code_interpreter", "arguments": {"code": program}})
-        written = f"<think>\n{thought}\n</think>\n{said}\n<tool_call>\n{arguments}\n</tool_call>"
+        written = f"<think>\n{thought}\n</think>\n{text}\n<tool_call>\n{arguments}\n</tool_call>"
         _sample(tokens, turns, turn, encode(written), chance, step)
         call = ToolCall(id=f"call_{turn}", function=FunctionCall(name="code_interpreter", arguments={"code": program}))
         thinking = thought if turn == 0 else None
-        messages.append(Message(role="assistant", content=said, reasoning_content=thinking, tool_calls=[call]))
+        messages.append(Message(role="assistant", content=text, reasoning_content=thinking, tool_calls=[call]))
         record = _call(turn, program, answer, chance, infra)
         calls.append(record)
         if record.fault is Fault.INFRA:
             break
         messages.append(Message(role="tool", content=record.answer, tool_call_id=f"call_{turn}", name=record.tool))
-        tokens.given(encode(f"\ntool\n{record.answer}\nassistant\n"), turn=turn)
+        tokens.append_unsampled(encode(f"\ntool\n{record.answer}\nassistant\n"), turn=turn)
     else:
-        said = f"The program says so.\n\n#### {answer if right else int(answer) + chance.randrange(1, 9)}"
-        _sample(tokens, turns, len(rounds), encode(said), chance, step)
-        messages.append(Message(role="assistant", content=said))
+        text = f"The program says so.\n\n#### {answer if right else int(answer) + chance.randrange(1, 9)}"
+        _sample(tokens, turns, len(rounds), encode(text), chance, step)
+        messages.append(Message(role="assistant", content=text))
     score = None if infra else float(right)
     reason = FinishReason.INFRA if infra else FinishReason.STOP if right or not crashes else FinishReason.LENGTH
     return Trajectory(
@@ -89,7 +89,7 @@ def trajectory(step: int, group: int, sample: int, chance: random.Random, encode
         outcome="infra" if infra else "ok",
         error=calls[-1].error if infra else None,
         fidelity=Fidelity.EXACT,
-        logprobs_of="scaled",
+        logprobs_mode="processed_logprobs",
         rewards=Rewards(
             total=score,
             steps=tuple(call.reward or 0.0 for call in calls),
@@ -108,15 +108,15 @@ def _sample(
 ) -> None:
     logprobs = [-(abs(chance.gauss(0, 0.4)) ** 3) * 12 for _ in ids]
     version = f"v{step}"
-    tokens.sampled(ids, logprobs, turn=turn, weight_version=version)
-    took = Timings(total=round(len(ids) * 0.021, 3), queue=0.004, cached_tokens=64 * turn)
+    tokens.append_sampled(ids, logprobs, turn=turn, weight_version=version)
+    took = GenerationTimings(total=round(len(ids) * 0.021, 3), queue=0.004, cached_tokens=64 * turn)
     turns.append(TurnRecord(turn=turn, tokens=len(ids), finish="stop", weight_version=version, timings=took))
 
 
 def _call(turn: int, program: str, answer: str, chance: random.Random, infra: bool) -> CallRecord:
     waited, ran = round(chance.random() * 0.02, 4), round(0.03 + chance.random() * 0.1, 4)
     metrics: dict[str, Any] = {"queue_wait": waited, "execution_time": ran, "attempts": 1}
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "turn": turn,
         "tool": "code_interpreter",
         "arguments": {"code": program},
@@ -126,25 +126,25 @@ def _call(turn: int, program: str, answer: str, chance: random.Random, infra: bo
     if infra:
         metrics["attempts"] = 5
         error = "The sandbox at http://sandbox:8080 could not be reached in 5 attempts: connection refused."
-        return CallRecord(**given, answer="", fault=Fault.INFRA, error=error)
+        return CallRecord(**fields, answer="", fault=Fault.INFRA, error=error)
     if "prnt" in program:
         line = program.count("\n") + 1
-        said = (
+        error = (
             f'Traceback (most recent call last):\n  File "main.py", line {line}, in <module>\n'
             "NameError: name 'prnt' is not defined"
         )
-        return CallRecord(**given, answer=said, fault=Fault.POLICY, error=said, reward=-0.05)
-    return CallRecord(**given, answer=answer, reward=0.0)
+        return CallRecord(**fields, answer=error, fault=Fault.POLICY, error=error, reward=-0.05)
+    return CallRecord(**fields, answer=answer, reward=0.0)
 
 
-def ours(
+def write_toolroll_run(
     directory: Path,
     steps: Sequence[int] = (1, 2, 10),
     groups: int = 4,
     samples: int = 4,
     encode: Encode | None = None,
 ) -> Path:
-    """A run, as RecordWriter leaves it."""
+    """Write a run with RecordWriter."""
     for step in steps:
         chance = random.Random(step)
         with RecordWriter(directory) as writer:
@@ -156,8 +156,8 @@ def ours(
     return directory
 
 
-def verls(directory: Path, steps: Sequence[int] = (1, 2)) -> Path:
-    """A run, as verl leaves it: v0's keys with what a reward function gave beside, and v1's with `uid`."""
+def write_verl_run(directory: Path, steps: Sequence[int] = (1, 2)) -> Path:
+    """Write a run in verl's formats: v0 with extra info of the reward function, v1 with `uid`."""
     directory.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(steps):
         lines = []

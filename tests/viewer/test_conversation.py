@@ -1,4 +1,4 @@
-"""A sample as a conversation: everything is there, in order, calls with their answers."""
+"""Samples as conversations: complete, in order, calls paired with results."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import scaled
 
-from toolroll.records.index import Shelf
+from toolroll._internal.sanitize import sanitize
+from toolroll.records.index import DumpDirectory
 from toolroll.records.record import Record
-from toolroll.viewer.conversation import conversation
-from toolroll.viewer.document import Block, Kind
-from toolroll.viewer.fields import fields
-from toolroll.viewer.harmless import harmless
-from toolroll.viewer.layout import Layout
-from toolroll.viewer.rewards import rewards
-from viewer.dumps import ours, verls
+from toolroll.viewer.documents.conversation import conversation
+from toolroll.viewer.documents.document import Block, BlockKind
+from toolroll.viewer.documents.fields import fields_document, rewards_document
+from toolroll.viewer.documents.layout import Layout
+from viewer.dumps import write_toolroll_run, write_verl_run
 
 
 def record(**written: Any) -> Record:
@@ -32,64 +32,67 @@ def call(name: str, identity: str | None = None, **arguments: Any) -> dict[str, 
 
 
 def samples(directory: Path, step: int = 0) -> list[Record]:
-    found = Shelf(directory).steps[step]
+    found = DumpDirectory(directory).steps[step]
     found.index()
     return [found.record(row) for row in range(len(found))]
 
 
-def test_ours_turn_by_turn(tmp_path: Path) -> None:
-    failed = next(sample for sample in samples(ours(tmp_path, steps=[1])) if len(sample.calls) == 2)
+def test_toolroll_record_turn_by_turn(tmp_path: Path) -> None:
+    failed = next(sample for sample in samples(write_toolroll_run(tmp_path, steps=[1])) if len(sample.calls) == 2)
     found = conversation(failed).blocks
     assert [block.kind for block in found][:10] == [
-        Kind.SYSTEM,
-        Kind.USER,
-        Kind.THINKING,
-        Kind.ASSISTANT,
-        Kind.CALL,
-        Kind.FAULT,
-        Kind.ASSISTANT,
-        Kind.CALL,
-        Kind.ANSWER,
-        Kind.ASSISTANT,
+        BlockKind.SYSTEM,
+        BlockKind.USER,
+        BlockKind.THINKING,
+        BlockKind.ASSISTANT,
+        BlockKind.CALL,
+        BlockKind.FAULT,
+        BlockKind.ASSISTANT,
+        BlockKind.CALL,
+        BlockKind.RESULT,
+        BlockKind.ASSISTANT,
     ]
-    thinking, said, called, fault = found[2:6]
+    thinking, text, called, fault = found[2:6]
     assert thinking.folded
     assert "I should compute" in thinking.text
-    assert said.title == "assistant · turn 1"
-    assert "tokens" in said.detail
-    assert (called.title, called.language) == ("calls code_interpreter", "python")
+    assert text.title == "assistant · turn 1"
+    assert "tokens" in text.detail
+    assert (called.title, called.language) == ("call code_interpreter", "python")
     assert called.text.startswith("shelf = 48")
     assert fault.beside
-    assert fault.title == "failed, the model's fault"
+    assert fault.title == "policy fault"
     assert "NameError" in fault.text
     detail = fault.detail.replace("\u00a0", " ")
-    assert all(word in detail for word in ("waited", "ran", "ms", "reward -0.05"))
+    assert all(word in detail for word in ("queued", "ran", "ms", "reward -0.05"))
 
 
-def test_an_infrastructures_fault_is_not_the_models(tmp_path: Path) -> None:
+def test_infra_fault_is_distinguished(tmp_path: Path) -> None:
     broken = next(
-        sample for step in range(3) for sample in samples(ours(tmp_path / "d", [1, 2, 3], 8, 8), step) if sample.error
+        sample
+        for step in range(3)
+        for sample in samples(write_toolroll_run(tmp_path / "d", [1, 2, 3], 8, 8), step)
+        if sample.error
     )
     found = conversation(broken).blocks
-    fault = next(block for block in found if block.kind is Kind.FAULT)
-    assert fault.title == "failed, not the model's fault"
+    fault = next(block for block in found if block.kind is BlockKind.FAULT)
+    assert fault.title == "infra fault"
     assert "could not be reached" in fault.text
     assert "5\u00a0attempts" in fault.detail
-    assert next(block for block in found if block.title == "what failed").text == broken.error
+    assert next(block for block in found if block.title == "error").text == broken.error
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_verls_conversation_is_read_out_of_its_text(tmp_path: Path, step: int) -> None:
-    found = conversation(samples(verls(tmp_path), step)[0]).blocks
+def test_verl_conversation_is_parsed_from_text(tmp_path: Path, step: int) -> None:
+    found = conversation(samples(write_verl_run(tmp_path), step)[0]).blocks
     kinds = [block.kind for block in found]
     assert kinds[:7] == [
-        Kind.SYSTEM,
-        Kind.USER,
-        Kind.THINKING,
-        Kind.ASSISTANT,
-        Kind.CALL,
-        Kind.ANSWER,
-        Kind.ASSISTANT,
+        BlockKind.SYSTEM,
+        BlockKind.USER,
+        BlockKind.THINKING,
+        BlockKind.ASSISTANT,
+        BlockKind.CALL,
+        BlockKind.RESULT,
+        BlockKind.ASSISTANT,
     ]
     assert found[4].text.startswith("shelf = 48")
     assert found[5].text == "72"
@@ -97,7 +100,7 @@ def test_verls_conversation_is_read_out_of_its_text(tmp_path: Path, step: int) -
     assert "gts" in found[-1].text
 
 
-def test_answers_find_their_calls_by_id_then_by_order() -> None:
+def test_results_are_paired_by_id_then_by_order() -> None:
     found = blocks(
         messages=[
             {"role": "user", "content": "hi"},
@@ -107,18 +110,20 @@ def test_answers_find_their_calls_by_id_then_by_order() -> None:
             {"role": "assistant", "content": "", "tool_calls": [call("c")]},
         ]
     )
-    told = [(block.title, block.text) for block in found if block.kind in (Kind.CALL, Kind.ANSWER, Kind.NOTE)]
-    assert told == [
-        ("calls a", '{\n  "x": 1\n}'),
-        ("answers", "first"),
-        ("calls b", '{\n  "y": 2\n}'),
-        ("answers", "second"),
-        ("calls c", "{}"),
-        ("no answer", ""),
+    shown = [
+        (block.title, block.text) for block in found if block.kind in (BlockKind.CALL, BlockKind.RESULT, BlockKind.NOTE)
+    ]
+    assert shown == [
+        ("call a", '{\n  "x": 1\n}'),
+        ("result", "first"),
+        ("call b", '{\n  "y": 2\n}'),
+        ("result", "second"),
+        ("call c", "{}"),
+        ("no result", ""),
     ]
 
 
-def test_a_call_that_is_only_on_record_is_shown_too() -> None:
+def test_recorded_call_without_message_is_shown() -> None:
     found = blocks(
         messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<tool_call>{broken"}],
         turns=[{"turn": 0, "tokens": 3, "timings": {"total": 0.5}}],
@@ -127,12 +132,12 @@ def test_a_call_that_is_only_on_record_is_shown_too() -> None:
         ],
     )
     assert [(block.kind, block.text) for block in found[2:4]] == [
-        (Kind.CALL, "{broken"),
-        (Kind.FAULT, "It is not valid JSON."),
+        (BlockKind.CALL, "{broken"),
+        (BlockKind.FAULT, "It is not valid JSON."),
     ]
 
 
-def test_a_prompt_that_has_answers_already() -> None:
+def test_assistant_messages_in_prompt_are_marked() -> None:
     found = blocks(
         messages=[
             {"role": "user", "content": "2 + 2?"},
@@ -145,7 +150,7 @@ def test_a_prompt_that_has_answers_already() -> None:
     assert [block.title for block in found[:4]] == ["user", "assistant · in the prompt", "user", "assistant · turn 1"]
 
 
-def test_thinking_without_its_first_marker_and_parts_of_a_message() -> None:
+def test_thinking_without_opening_tag_and_content_parts() -> None:
     found = blocks(
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "Look"}, {"type": "image", "image": "…"}]},
@@ -153,29 +158,29 @@ def test_thinking_without_its_first_marker_and_parts_of_a_message() -> None:
         ]
     )
     assert [(block.kind, block.text) for block in found[:3]] == [
-        (Kind.USER, "Look\n[image]"),
-        (Kind.THINKING, "hm"),
-        (Kind.ASSISTANT, "Yes."),
+        (BlockKind.USER, "Look\n[image]"),
+        (BlockKind.THINKING, "hm"),
+        (BlockKind.ASSISTANT, "Yes."),
     ]
 
 
-def test_nothing_of_a_line_is_lost(tmp_path: Path) -> None:
-    sample = samples(ours(tmp_path, steps=[1]))[0]
+def test_no_field_is_lost(tmp_path: Path) -> None:
+    sample = samples(write_toolroll_run(tmp_path, steps=[1]))[0]
     shown = "\n".join(block.text for block in conversation(sample).blocks)
-    for word in ("gsm8k/0", "difficulty", sample.request_id or "", "exact", "scaled", "code_interpreter"):
+    for word in ("gsm8k/0", "difficulty", sample.request_id or "", "exact", "processed_logprobs", "code_interpreter"):
         assert word in shown
-    whole = fields(sample)
+    whole = fields_document(sample)
     assert [block.title for block in whole.blocks] == list(sample.fields)
     packed = next(block for block in whole.blocks if block.title == "tokens")
     assert "press t" in packed.detail
     assert not packed.text
-    assert [block.title for block in fields(sample, {"tokens", "messages"}).blocks] == [
+    assert [block.title for block in fields_document(sample, {"tokens", "messages"}).blocks] == [
         name for name in sample.fields if name not in ("tokens", "messages")
     ]
-    assert "No field is chosen" in fields(sample, set(sample.fields)).blocks[0].title
+    assert "No fields selected" in fields_document(sample, set(sample.fields)).blocks[0].title
 
 
-def test_markup_and_escapes_are_text() -> None:
+def test_markup_and_escapes_are_plain_text() -> None:
     found = blocks(messages=[{"role": "user[b]", "content": "[bold red]x[/] \x1b[2J"}])
     assert found[0].title == "user[b]"
     assert found[0].text == "[bold red]x[/] ␛[2J"
@@ -194,16 +199,16 @@ def test_markup_and_escapes_are_text() -> None:
         {"output": 5, "input": ["x"], "messages": 7},
     ],
 )
-def test_lines_that_are_not_as_they_should_be_are_shown_all_the_same(written: dict[str, Any]) -> None:
+def test_malformed_records_are_shown(written: dict[str, Any]) -> None:
     sample = record(**written)
     assert conversation(sample).blocks
-    assert rewards(sample).blocks
-    assert fields(sample).blocks
+    assert rewards_document(sample).blocks
+    assert fields_document(sample).blocks
 
 
-def test_rewards_by_component(tmp_path: Path) -> None:
-    sample = next(sample for sample in samples(ours(tmp_path / "a", steps=[1])) if len(sample.calls) == 2)
-    found = {block.title: block.text for block in rewards(sample).blocks}
+def test_rewards_are_shown_by_component(tmp_path: Path) -> None:
+    sample = next(sample for sample in samples(write_toolroll_run(tmp_path / "a", steps=[1])) if len(sample.calls) == 2)
+    found = {block.title: block.text for block in rewards_document(sample).blocks}
     assert found["ground truth"] == "72"
     assert found["rewards by function"].startswith("gsm8k")
     assert "-0.05" in found["rewards by turn"]
@@ -212,8 +217,8 @@ def test_rewards_by_component(tmp_path: Path) -> None:
     )
     assert len(found["tool calls"].splitlines()) == 3
     assert "policy" in found["tool calls"]
-    beside = {block.title: block.text for block in rewards(samples(verls(tmp_path / "b"))[0]).blocks}
-    assert beside["beside the score"].split() == ["acc", "false", "format", "0.5"]
+    verl = {block.title: block.text for block in rewards_document(samples(write_verl_run(tmp_path / "b"))[0]).blocks}
+    assert verl["reward extra info"].split() == ["acc", "false", "format", "0.5"]
 
 
 NAMES = ("role", "content", "tool_calls", "function", "name", "arguments", "turn", "tool", "answer", "fault", "error")
@@ -227,7 +232,7 @@ PARTS = st.lists(st.dictionaries(st.sampled_from([*NAMES, *MORE]), JSON, max_siz
 ROLES = st.sampled_from(["assistant", "tool", "user", "system"])
 
 
-@settings(max_examples=50)  # large examples, which take time to make
+@settings(max_examples=scaled(50))  # large examples take time to generate
 @given(
     messages=st.lists(
         st.tuples(ROLES, st.dictionaries(st.sampled_from(NAMES), JSON)).map(lambda pair: {**pair[1], "role": pair[0]}),
@@ -239,7 +244,7 @@ ROLES = st.sampled_from(["assistant", "tool", "user", "system"])
     score=JSON,
     is_ours=st.booleans(),
 )
-def test_any_line_that_can_be_read_can_be_shown(
+def test_any_readable_record_can_be_shown(
     messages: Any, calls: Any, turns: Any, rewards_given: Any, score: Any, is_ours: bool
 ) -> None:
     given = {
@@ -252,6 +257,6 @@ def test_any_line_that_can_be_read_can_be_shown(
     }
     line = json.dumps({**given, **({"format": "toolroll/1"} if is_ours else {})}).encode()
     sample = Record.parse(line)
-    for document in (conversation(sample), rewards(sample), fields(sample)):
-        assert all(block.text == harmless(block.text) for block in document.blocks)
+    for document in (conversation(sample), rewards_document(sample), fields_document(sample)):
+        assert all(block.text == sanitize(block.text) for block in document.blocks)
         assert len(Layout(document, 40).lines) >= len(document.blocks)

@@ -1,18 +1,18 @@
-"""Programs in colours."""
+"""Syntax highlighting."""
 
 import time
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolroll.viewer.highlight import runs
+from toolroll.viewer.documents.highlight import highlight
 
 
 def styled(text: str, language: str | None = None) -> dict[str, str]:
-    return {text[start:end]: style for start, end, style in runs(text, language)}
+    return {text[start:end]: style for start, end, style in highlight(text, language)}
 
 
-def test_a_program_and_a_program_in_a_fence() -> None:
+def test_code_and_fenced_code_are_highlighted() -> None:
     program = styled("def f(): return 1  # one", "python")
     assert (program["def"], program["f"], program["1"], program["# one"]) == (
         "keyword",
@@ -26,21 +26,21 @@ def test_a_program_and_a_program_in_a_fence() -> None:
     assert fenced["```python\n"] == "fence"
 
 
-def test_json_and_what_is_no_language() -> None:
+def test_json_and_unknown_language() -> None:
     assert styled('{"a": 1}', "json")["1"] == "number"
-    assert runs("whatever", "no such language") == []
+    assert highlight("whatever", "no such language") == []
 
 
 @given(st.text(st.sampled_from("ab `~\n<>|'\"#(){}=1"), max_size=80), st.sampled_from([None, "python", "json", "bash"]))
-def test_runs_are_in_order_and_inside_the_text(text: str, language: str | None) -> None:
+def test_ranges_are_ordered_and_within_text(text: str, language: str | None) -> None:
     end_before = 0
-    for start, end, style in runs(text, language):
+    for start, end, style in highlight(text, language):
         assert end_before <= start < end <= len(text)
         assert style
         end_before = end
 
 
-def test_a_text_that_is_too_long_is_left_plain_at_once() -> None:
+def test_too_long_text_is_not_highlighted() -> None:
     began = time.process_time()
-    assert runs("```\n" * 500_000, None) == []
+    assert highlight("```\n" * 500_000, None) == []
     assert time.process_time() - began < 1

@@ -1,4 +1,4 @@
-"""The token view: texts where there is a tokenizer, ids where there is none, and any number of tokens."""
+"""Token view: text with a tokenizer, IDs without one, and long sequences."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rollout.small_tokenizer import make
 
-from toolroll.records.packed import pack
+from toolroll.records.packed_tokens import pack
 from toolroll.rollout.tokens import TokenStream
 from viewer.driving import viewing
 
@@ -30,28 +30,28 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_texts_of_tokens(tmp_path: Path, tokenizer: Path) -> None:
+async def test_tokenizer_shows_text(tmp_path: Path, tokenizer: Path) -> None:
     encode = make().encode
     stream = TokenStream(encode("The question\nis this: [bold]"))
-    said = encode("an answer \x1b[2J 漢")
-    stream.sampled(said, [-0.01] * len(said), turn=0, weight_version="v1")
-    stream.given([999_999], turn=0)
+    answer = encode("an answer \x1b[2J 漢")
+    stream.append_sampled(answer, [-0.01] * len(answer), turn=0, weight_version="v1")
+    stream.append_unsampled([999_999], turn=0)
     dump(tmp_path / "1.jsonl", stream)
     async with viewing(tmp_path, tokenizer=str(tokenizer)) as user:
         await user.press("t")
         await user.sees("The question⏎", "is this: [bold]an answer ␛[2J")
         await user.press("t")
-        await user.sees("⏎", "mask  who")
+        await user.sees("⏎", "mask  author")
 
 
-async def test_a_tokenizer_that_is_not_there_is_said_and_ids_are_shown(tmp_path: Path) -> None:
+async def test_missing_tokenizer_is_reported_and_ids_are_shown(tmp_path: Path) -> None:
     dump(tmp_path / "1.jsonl", TokenStream([11, 22, 33]))
     async with viewing(tmp_path, tokenizer=str(tmp_path / "nowhere")) as user:
         await user.press("t")
-        await user.sees("No tokenizer could be loaded", "11 22 33", "no log-probs")
+        await user.sees("Cannot load the tokenizer", "11 22 33", "no log-probs")
 
 
-async def test_sequences_before_a_rendering_anew(tmp_path: Path) -> None:
+async def test_earlier_sequences_are_shown_first(tmp_path: Path) -> None:
     dump(tmp_path / "1.jsonl", TokenStream([1, 2]), TokenStream([3, 4, 5]))
     async with viewing(tmp_path) as user:
         await user.press("t")
@@ -59,24 +59,24 @@ async def test_sequences_before_a_rendering_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
-        (None, "This sample was written without its tokens"),
-        ({"ids": "!", "logprobs": None, "spans": []}, "Its tokens can't be read"),
+        (None, "This sample was recorded without tokens"),
+        ({"ids": "!", "logprobs": None, "spans": []}, "Invalid tokens"),
     ],
 )
-async def test_samples_without_tokens_say_so(tmp_path: Path, tokens: Any, said: str) -> None:
+async def test_sample_without_tokens_shows_message(tmp_path: Path, tokens: Any, message: str) -> None:
     dump(tmp_path / "1.jsonl", TokenStream([1]))
     fields = json.loads((tmp_path / "1.jsonl").read_text()) | {"tokens": tokens}
     (tmp_path / "1.jsonl").write_text(json.dumps(fields) + "\n")
     async with viewing(tmp_path) as user:
         await user.press("t")
-        await user.sees(said)
+        await user.sees(message)
 
 
-async def test_a_hundred_thousand_tokens_do_not_hold_it_up(tmp_path: Path, tokenizer: Path) -> None:
+async def test_100k_tokens_stay_responsive(tmp_path: Path, tokenizer: Path) -> None:
     stream = TokenStream(range(900))
-    stream.sampled([number * 7 % 900 for number in range(100_000)], [-0.5] * 100_000, turn=0)
+    stream.append_sampled([number * 7 % 900 for number in range(100_000)], [-0.5] * 100_000, turn=0)
     dump(tmp_path / "1.jsonl", stream)
     async with viewing(tmp_path, tokenizer=str(tokenizer)) as user:
         began = time.process_time()

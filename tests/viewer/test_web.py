@@ -1,4 +1,4 @@
-"""The viewer in a browser: there for whoever has the address, and for nobody else."""
+"""The viewer in a browser, which requires the key in the URL."""
 
 import asyncio
 import json
@@ -14,14 +14,16 @@ from free_port import free_port
 
 from toolroll.errors import ConfigError
 from toolroll.viewer.web import WebViewer
-from viewer.dumps import ours
+from viewer.dumps import write_toolroll_run
+
+pytestmark = pytest.mark.viewer
 
 
 @pytest.fixture
-async def address(tmp_path: Path) -> AsyncIterator[str]:
-    """What `toolroll view --web` prints."""
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    """URL that `toolroll view --web` prints."""
     port = free_port()
-    runs = ours(tmp_path, steps=[1], groups=1)
+    runs = write_toolroll_run(tmp_path, steps=[1], groups=1)
     server = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "toolroll.cli", "view", str(runs), "--web", "--port", str(port), stdout=subprocess.PIPE
     )
@@ -33,8 +35,8 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     await server.wait()
 
 
-async def test_it_is_served_to_who_has_the_key_only(address: str) -> None:
-    base = address.split("/?")[0]
+async def test_page_requires_key_and_same_origin(url: str) -> None:
+    base = url.split("/?")[0]
     port = base.rpartition(":")[2]
     assert base == f"http://127.0.0.1:{port}"
     listening = subprocess.run(["ss", "-ltnH", f"sport = :{port}"], capture_output=True, text=True).stdout
@@ -44,20 +46,20 @@ async def test_it_is_served_to_who_has_the_key_only(address: str) -> None:
     async with aiohttp.ClientSession() as stranger, aiohttp.ClientSession(cookie_jar=jar) as user:
         for path in ("/", "/?key=wrong", "/ws", "/static/js/textual.js"):
             assert (await stranger.get(base + path)).status == 403
-        page = await user.get(address)
+        page = await user.get(url)
         assert page.status == 200
         assert "default-src 'self'" in page.headers["Content-Security-Policy"]
         assert "toolroll view" in await page.text()
         assert (await user.get(f"{base}/static/js/textual.js")).status == 200
         for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
             assert (await user.get(f"{base}/ws", headers=headers)).status == 403
-        moved = await user.get(address.replace("127.0.0.1", "localhost"), allow_redirects=False)
-        assert (moved.status, moved.headers["Location"]) == (302, address)
+        moved = await user.get(url.replace("127.0.0.1", "localhost"), allow_redirects=False)
+        assert (moved.status, moved.headers["Location"]) == (302, url)
         assert await _first_screen(user, base)
 
 
 async def _first_screen(user: aiohttp.ClientSession, base: str) -> bool:
-    """Whether the page shows the samples, and quits on q."""
+    """Return True if the page shows the samples and quits on q."""
     seen = b""
     async with user.ws_connect(f"{base}/ws?width=100&height=30") as page, asyncio.timeout(60):
         async for message in page:
@@ -70,10 +72,10 @@ async def _first_screen(user: aiohttp.ClientSession, base: str) -> bool:
     return b"sample 1 of 4" in seen
 
 
-def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+def test_used_port_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         viewer = WebViewer(["true"], taken.getsockname()[1], lambda _: None)
-        with pytest.raises(ConfigError, match="name another with --port"):
+        with pytest.raises(ConfigError, match="Choose another port with --port"):
             viewer.run()

@@ -1,4 +1,4 @@
-"""Rows of a text: nothing lost, nothing too wide."""
+"""Wrapping: no character lost, no row too wide."""
 
 import itertools
 import time
@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from toolroll.viewer.harmless import harmless
-from toolroll.viewer.wrapping import wrap
+from toolroll._internal.sanitize import sanitize
+from toolroll.viewer.documents.layout import wrap
 
 
 def rows(text: str, width: int) -> list[str]:
     return [text[start:end] for start, end in wrap(text, width)]
 
 
-def test_words_stay_whole_where_they_can() -> None:
+def test_words_are_kept_whole_if_possible() -> None:
     assert rows("one two three", 8) == ["one two", "three"]
     assert rows("a\n\nb", 8) == ["a", "", "b"]
     assert rows("", 8) == [""]
@@ -24,8 +24,8 @@ def test_words_stay_whole_where_they_can() -> None:
     assert rows("漢字漢字", 4) == ["漢字", "漢字"]
 
 
-@given(st.text(st.sampled_from("ab 漢é😀\n"), max_size=80).map(harmless), st.integers(2, 20))
-def test_every_character_is_on_one_row_and_no_row_is_too_wide(text: str, width: int) -> None:
+@given(st.text(st.sampled_from("ab 漢é😀\n"), max_size=80).map(sanitize), st.integers(2, 20))
+def test_rows_contain_all_characters_and_fit(text: str, width: int) -> None:
     found = wrap(text, width)
     left_out = text
     for (_, end), (start, _) in itertools.pairwise(found):
@@ -37,7 +37,7 @@ def test_every_character_is_on_one_row_and_no_row_is_too_wide(text: str, width: 
     assert sum(end - start for start, end in found) <= len(left_out)
 
 
-def test_five_megabytes_are_wrapped_in_a_moment() -> None:
+def test_five_megabytes_are_wrapped_quickly() -> None:
     for text in ("word " * 1_000_000, "é漢字 " * 800_000, "x" * 5_000_000):
         began = time.process_time()
         assert len(wrap(text, 80)) > 40_000

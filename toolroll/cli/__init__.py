@@ -1,1 +1,1 @@
-"""The command `toolroll`."""
+"""The `toolroll` command."""

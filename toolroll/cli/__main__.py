@@ -1,4 +1,4 @@
-"""`python -m toolroll.cli` is `toolroll`."""
+"""Run the `toolroll` command as `python -m toolroll.cli`."""
 
 from toolroll.cli.app import main
 

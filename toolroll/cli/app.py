@@ -1,7 +1,7 @@
-"""The command `toolroll`: its subcommands, and how it ends.
+"""The `toolroll` command and its subcommands.
 
-Exit status: 0 done; 1 what was asked for failed (a tool call, a check); 2 it could not be begun (wrong usage, a wrong
-config, a missing part).
+Exit status: 0 if the command succeeded; 1 if the requested action failed, e.g. a tool call or a check; 2 if it could
+not start, because of wrong usage, an invalid config or a missing dependency.
 """
 
 from __future__ import annotations
@@ -11,56 +11,64 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from toolroll import __version__
+from toolroll.cli import output
 from toolroll.cli.doctor import doctor
 from toolroll.cli.limiter import app as limiter_app
 from toolroll.cli.records import app as records_app
 from toolroll.cli.run import run
 from toolroll.cli.sandbox import app as sandbox_app
+from toolroll.cli.sandbox_probe import probe
 from toolroll.cli.tools import app as tools_app
 from toolroll.cli.view import view
-from toolroll.errors import ConfigError
+from toolroll.errors import ConfigError, ToolrollError
 
 app = typer.Typer(
     name="toolroll",
-    help="Tools for language models that learn by reinforcement: try them, run rollouts with them.",
+    help="Tool calling for RL rollouts of language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.add_typer(tools_app, name="tools")
 app.add_typer(limiter_app, name="limiter")
 app.add_typer(sandbox_app, name="sandbox")
+sandbox_app.command()(probe)
 app.command()(run)
 app.add_typer(records_app, name="records")
 app.command()(doctor)
 app.command()(view)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"toolroll {__version__}")
+def _print_version(requested: bool) -> None:
+    if requested:
+        output.echo(f"toolroll {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command. An error that is the user's to mend is said in one line, without a traceback."""
+    """Run the command. Errors of toolroll are printed on one line, without a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and goes on
+            stream.reconfigure(errors="replace")  # characters that the terminal cannot encode must not raise
+    output.configure_logging()
     try:
         app()
-    except ConfigError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        sys.exit(2)
+    except ToolrollError as error:
+        output.SafeConsole(stderr=True).print(
+            f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False
+        )
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except Exception:
+        output.print_traceback()
+        sys.exit(1)

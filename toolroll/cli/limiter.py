@@ -1,82 +1,82 @@
-"""`toolroll limiter status | set`: the limits of the running cluster, seen and changed."""
+"""The `toolroll limiter` command: show and change the limits of a running cluster."""
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from toolroll.errors import ConfigError, did_you_mean
-from toolroll.ray_cluster import connect
+from toolroll._internal.ray_cluster import connect
+from toolroll.cli import output
+from toolroll.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
-    from toolroll.limiter.ledger import Standing
+    from toolroll.limiter.ledger import LimiterStatus
 
-app = typer.Typer(help="See and change the limits of the running Ray cluster.", no_args_is_help=True)
+app = typer.Typer(help="Show and change the limits of a running Ray cluster.", no_args_is_help=True)
 
-Address = Annotated[str, typer.Option(help="The Ray cluster: host:port, or auto for the one on this machine.")]
-
-COLUMNS = ("limit", "in use", "waiting", "holders", "quarantined", "note")
+Address = Annotated[
+    str, typer.Option(help="Address of the Ray cluster: host:port, or auto for the cluster of this machine.")
+]
 
 
 @app.command()
 def status(
     address: Address = "auto",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until interrupted.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the table until interrupted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show every limited resource: its limit, what is in use, who waits.
+    """Show every limited resource with its limit and its use.
 
-    What is in use and waiting is what the processes last reported: while slots are short within 50 ms, else within
-    seconds. Quarantined slots are those of processes that died, until their work must have ended.
+    The numbers of slots in use and of waiters are the last ones that the processes reported. They are up to 50 ms old
+    while slots are contended, and up to a few seconds otherwise. Quarantined slots belong to dead processes whose work
+    may still run.
     """
-    connect(address)
+    statuses = _statuses(address)
     if as_json:
-        typer.echo(json.dumps({resource: standing._asdict() for resource, standing in _standings().items()}, indent=2))
+        output.print_json({resource: now._asdict() for resource, now in statuses.items()}, indent=2)
     elif watch:
-        with Live(_table(_standings()), refresh_per_second=4) as live:
+        with Live(_table(statuses), console=output.SafeConsole(), refresh_per_second=4) as live:
             while True:
                 time.sleep(0.5)
-                live.update(_table(_standings()))
+                live.update(_table(_statuses(address)))
     else:
-        Console().print(_table(_standings()))
+        output.SafeConsole().print(_table(statuses))
 
 
 @app.command("set")
 def set_(
-    resource: Annotated[str, typer.Argument(help="The resource, as `status` names it.")],
-    limit: Annotated[int, typer.Argument(min=0, help="How many at once. 0 stops everything that isn't running yet.")],
+    resource: Annotated[str, typer.Argument(help="Name of the resource, as shown by `status`.")],
+    limit: Annotated[int, typer.Argument(min=0, help="New limit. With 0, no further work starts.")],
     address: Address = "auto",
 ) -> None:
-    """Change a limit for the whole cluster, at once. What is in use beyond a lower one is let finish."""
-    connect(address)
+    """Change a limit for the whole cluster. Slots in use beyond the new limit are kept until they are released."""
+    known = _statuses(address)
     from toolroll.limiter.token_bucket import set_limit
 
-    known = _standings()
     if resource not in known:
-        raise ConfigError(f"No resource {resource!r} is limited on this cluster{did_you_mean(resource, known)}.")
+        raise ConfigError(unknown_name("resource", resource, known))
     set_limit(resource, limit)
-    typer.echo(f"{resource}: {known[resource].limit} → {limit}")
+    output.echo(f"{resource}: {known[resource].limit} → {limit}")
 
 
-def _standings() -> dict[str, Standing]:
-    from toolroll.limiter.token_bucket import resources, standing
+def _statuses(address: str) -> dict[str, LimiterStatus]:
+    connect(address)  # before the import, which needs Ray
+    from toolroll.limiter.token_bucket import limited_resources, limiter_status
 
-    return {resource: standing(resource) for resource in resources()}
+    return {resource: limiter_status(resource) for resource in limited_resources()}
 
 
-def _table(standings: dict[str, Standing]) -> Table:
-    table = Table("resource", *COLUMNS)
-    for resource, now in standings.items():
-        note = "just restarted: nothing new is given out yet" if now.learning else ""
+def _table(statuses: dict[str, LimiterStatus]) -> Table:
+    table = Table("resource", "limit", "in use", "waiting", "holders", "quarantined", "note")
+    for resource, now in statuses.items():
+        note = "restarted: learning the existing leases" if now.learning else ""
         counts = (now.limit, now.in_use, now.waiting, now.holders, now.quarantined)
         table.add_row(escape(resource), *map(str, counts), note)
-    if not standings:
-        table.caption = "Nothing is limited on this cluster yet: a resource appears when it is first used."
+    if not statuses:
+        table.caption = "No limited resources. A resource is listed after its first use."
     return table

@@ -1,168 +1,156 @@
-"""`toolroll records stats | convert | schema`: what is in a directory of dumps, in numbers and in other forms."""
+"""The `toolroll records` command: statistics and conversion of recorded rollouts."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from toolroll.cli import output
+from toolroll.viewer.formatting import plural
+
 if TYPE_CHECKING:
-    from toolroll.records.histogram import Histogram
-    from toolroll.records.reader import Reading
+    from toolroll.records.reader import RecordIterator
     from toolroll.records.record import Record
-    from toolroll.records.stats import Stats, Tally
+    from toolroll.records.stats.histogram import Histogram
+    from toolroll.records.stats.statistics import RunStats, StepStats, ToolCallStats
 
-app = typer.Typer(help="See what rollouts left on disk, in numbers, and convert it.", no_args_is_help=True)
+app = typer.Typer(help="Show statistics of recorded rollouts, and convert them.", no_args_is_help=True)
 
-Directory = Annotated[Path, typer.Argument(help="The rollout_data_dir, or one file of it.")]
-ROWS = 20
-"""Of a table, at the most; steps are put together to keep to it."""
+Directory = Annotated[Path, typer.Argument(help="The rollout_data_dir, or one of its files.")]
+MAX_TABLE_ROWS = 20
+"""Maximum number of rows in a table. Steps are merged into ranges to stay within it."""
 
 
 @app.command()
 def stats(
     directory: Directory,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture too, e.g. stats.png.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs: every step.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also write a plot to this file, for example stats.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with all steps instead of tables.")] = False,
 ) -> None:
-    """Rewards by step, tool calls, faults and latencies, finish reasons.
+    """Show rewards by step, tool calls, faults, latencies and finish reasons.
 
-    Quantiles are right to within 2 %.
+    Quantiles are accurate to 2 %.
     """
-    from toolroll.records.reader import read
-    from toolroll.records.stats import Stats
+    from toolroll.records.reader import read_records
+    from toolroll.records.stats.statistics import RunStats
 
-    reading = read(directory)
-    found = Stats(_watched(reading))
+    records = read_records(directory)
+    run = RunStats(_with_progress(records))
     if plot is not None:
-        from toolroll.records.plot import plot as draw
+        from toolroll.records.stats.plot import plot as draw
 
-        draw(found, plot)
+        draw(run, plot)
     if as_json:
-        typer.echo(json.dumps({"bad_lines": reading.bad, **found.as_dict()}))
+        output.print_json({"bad_lines": records.bad_lines, **run.as_dict()})
         return
-    console = Console()
-    total = found.total
-    bad = f", {_count(reading.bad, 'line')} that can't be read" if reading.bad else ""
-    kept_out = f", {total.infra:,} kept out of the loss by the infrastructure" if total.infra else ""
-    samples = f"{_count(total.samples, 'sample')} of {_count(len(found.steps), 'step')} in {escape(str(directory))}"
-    console.print(f"{samples}{bad}{kept_out}", highlight=False, soft_wrap=True)
-    for table in (_by_step(found), _by_tool(found), _faults(found), _endings(total)):
+    console = output.SafeConsole()
+    total = run.total
+    bad = f", {plural(records.bad_lines, 'unreadable line')}" if records.bad_lines else ""
+    excluded = f", {total.infra:,} excluded from the loss (infra faults)" if total.infra else ""
+    samples = f"{plural(total.samples, 'sample')} of {plural(len(run.steps), 'step')} in {escape(str(directory))}"
+    console.print(f"{samples}{bad}{excluded}", highlight=False, soft_wrap=True)
+    for table in (_by_step(run), _by_tool(run), _faults(run), _finish_reasons(total)):
         if table.row_count:
             console.print(table)
 
 
 @app.command()
 def convert(
-    directory: Directory, out: Annotated[Path, typer.Argument(help="The file to write, e.g. records.parquet.")]
+    directory: Directory, out: Annotated[Path, typer.Argument(help="File to write, for example records.parquet.")]
 ) -> None:
-    """Write all records to one Parquet file, tokens as lists."""
+    """Convert all records to one Parquet file, with tokens as lists."""
     from toolroll.records.parquet import convert as convert_records
-    from toolroll.records.reader import read
+    from toolroll.records.reader import read_records
 
-    reading = read(directory)
-    count = convert_records(_watched(reading), out)
-    bad = f"; left out: {_count(reading.bad, 'line')} that can't be read" if reading.bad else ""
-    typer.echo(f"{_count(count, 'record')} in {out}, {out.stat().st_size / 1e6:,.1f} MB{bad}")
+    records = read_records(directory)
+    count = convert_records(_with_progress(records), out)
+    bad = f"; skipped {plural(records.bad_lines, 'unreadable line')}" if records.bad_lines else ""
+    output.echo(f"{plural(count, 'record')} in {out}, {out.stat().st_size / 1e6:,.1f} MB{bad}")
 
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a line."""
+    """Print the JSON Schema of a record."""
     from toolroll.records.schema import json_schema
 
-    typer.echo(json_schema(), nl=False)
+    output.write_output(json_schema())
 
 
-def _watched(reading: Reading) -> Iterator[Record]:
-    """The records, with a bar for those who wait for them at a terminal."""
-    console = Console(stderr=True)
+def _with_progress(records: RecordIterator) -> Iterator[Record]:
+    """Yield the records, with a progress bar if stderr is a terminal."""
+    console = output.SafeConsole(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("reading", total=reading.size)
-        for count, record in enumerate(reading):
+        task = progress.add_task("reading", total=records.total_bytes)
+        for count, record in enumerate(records):
             if count % 100 == 0:
-                progress.update(task, completed=reading.done)
+                progress.update(task, completed=records.bytes_read)
             yield record
 
 
 def _table(title: str, *columns: str) -> Table:
-    """The first column to the left, numbers to the right."""
+    """Return a table whose first column is left-aligned and whose other columns are right-aligned."""
     table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="right" if place else "left", no_wrap=bool(place), header_style="dim")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=bool(index), header_style="dim")
     return table
 
 
-def _by_step(found: Stats) -> Table:
-    latencies = ("wait p99", "run p99")
-    table = _table("By step", "step", "samples", "reward", "turns", "calls", "policy", "infra", *latencies)
-    for steps, tally in found.ranges(ROWS):
+def _by_step(run: RunStats) -> Table:
+    table = _table("By step", "step", "samples", "reward", "turns", "calls", "policy", "infra", "wait p99", "run p99")
+    for steps, stats in run.ranges(MAX_TABLE_ROWS):
         first, last = ("–" if step is None else str(step) for step in (steps[0], steps[-1]))
-        table.add_row(
-            first if first == last else f"{first}–{last}",
-            f"{tally.samples:,}",
-            f"{tally.score.mean:.3f}" if tally.score.count else "",
-            f"{tally.turns / tally.samples:.1f}",
-            f"{tally.made / tally.samples:.1f}",
-            _share(tally.calls.policy_faults, tally.calls.count),
-            _share(tally.calls.infra_faults, tally.calls.count),
-            _seconds(tally.calls.queue_wait, 0.99),
-            _seconds(tally.calls.execution_time, 0.99),
-        )
+        label = first if first == last else f"{first}–{last}"
+        reward = f"{stats.score.mean:.3f}" if stats.score.count else ""
+        per_sample = (f"{total / stats.samples:.1f}" for total in (stats.turns, stats.call_count))
+        latencies = (_seconds(times, 0.99) for times in (stats.calls.queue_wait, stats.calls.execution_time))
+        table.add_row(label, f"{stats.samples:,}", reward, *per_sample, *_fault_shares(stats.calls), *latencies)
     return table
 
 
-def _by_tool(found: Stats) -> Table:
+def _by_tool(run: RunStats) -> Table:
     latencies = ("wait p50", "wait p99", "run p50", "run p99")
-    table = _table(
-        "Tool calls, those that failed, and whose fault that was", "tool", "calls", "policy", "infra", *latencies
-    )
-    for name, calls in sorted(found.tools.items(), key=lambda item: -item[1].count)[:ROWS]:
-        table.add_row(
-            escape(name),
-            f"{calls.count:,}",
-            _share(calls.policy_faults, calls.count),
-            _share(calls.infra_faults, calls.count),
-            *(_seconds(which, share) for which in (calls.queue_wait, calls.execution_time) for share in (0.5, 0.99)),
-        )
+    table = _table("Tool calls and faults", "tool", "calls", "policy", "infra", *latencies)
+    for name, calls in sorted(run.tools.items(), key=lambda item: -item[1].count)[:MAX_TABLE_ROWS]:
+        waits = [_seconds(calls.queue_wait, fraction) for fraction in (0.5, 0.99)]
+        runs = [_seconds(calls.execution_time, fraction) for fraction in (0.5, 0.99)]
+        table.add_row(escape(name), f"{calls.count:,}", *_fault_shares(calls), *waits, *runs)
     return table
 
 
-def _faults(found: Stats) -> Table:
-    table = _table("Faults", "fault", "calls", "what was said")
+def _faults(run: RunStats) -> Table:
+    table = _table("Faults", "fault", "calls", "error")
     table.columns[2].justify, table.columns[2].no_wrap = "left", False
-    for (fault, kind), count in found.kinds.most_common(10):
+    for (fault, kind), count in run.error_kinds.most_common(10):
         table.add_row(escape(fault), f"{count:,}", escape(kind))
     return table
 
 
-def _endings(total: Tally) -> Table:
-    table = _table("Ends", "finish reason", "samples", "share", "reward")
-    for reason, count in total.endings.most_common():
-        scores = total.finish_reasons[reason]
+def _finish_reasons(total: StepStats) -> Table:
+    table = _table("Finish reasons", "finish reason", "samples", "share", "reward")
+    for reason, count in total.finish_counts.most_common():
+        scores = total.finish_scores[reason]
         reward = f"{scores.mean:.3f}" if scores.count else ""
-        table.add_row(escape(reason), f"{count:,}", _share(count, total.samples), reward)
+        table.add_row(escape(reason), f"{count:,}", _percent(count, total.samples), reward)
     return table
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _fault_shares(calls: ToolCallStats) -> tuple[str, str]:
+    return _percent(calls.policy_faults, calls.count), _percent(calls.infra_faults, calls.count)
 
 
-def _share(count: int, of: int) -> str:
-    return f"{100 * count / of:.1f}%" if of else ""
+def _percent(count: int, total: int) -> str:
+    return f"{100 * count / total:.1f}%" if total else ""
 
 
-def _seconds(histogram: Histogram, share: float) -> str:
-    value = histogram.quantile(share)
+def _seconds(histogram: Histogram, fraction: float) -> str:
+    value = histogram.quantile(fraction)
     if value is None:
         return ""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"

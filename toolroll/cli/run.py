@@ -1,10 +1,9 @@
-"""`toolroll run`: a whole run, from a config to records, watched while it goes on."""
+"""The `toolroll run` command: run a data set and show its progress."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -15,167 +14,138 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 
-from toolroll.cli.run_display import Pace, line, panel
-from toolroll.cli.run_summary import summary
-from toolroll.errors import ConfigError, ToolrollError
+from toolroll.cli import output
+from toolroll.cli.run_display import RateMeter, status_line, status_panel, summary_tables
+from toolroll.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolroll.run.config import RunConfig
-    from toolroll.run.status import Status
+    from toolroll.run.status import RunSnapshot
 
-LOOK_EVERY = 0.5
-"""Seconds between two looks at a run, in a terminal."""
-SAY_EVERY = 5.0
-"""Seconds between two lines, elsewhere."""
+STATUS_POLL_INTERVAL_S = 0.5
+"""Interval at which the panel in a terminal is updated."""
+STATUS_LINE_INTERVAL_S = 5.0
+"""Interval between status lines if the output is not a terminal."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="What to run (YAML).")],
+    config: Annotated[Path, typer.Argument(help="Config file of the run (YAML).")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="In place of what the file says, e.g. n=8.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file, e.g. n=8.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON at the end, for programs; progress goes to stderr.")
+        bool, typer.Option("--json", help="Print the result as JSON to stdout, and the progress to stderr.")
     ] = False,
 ) -> None:
-    """Run all prompts of a data set, and write a record of every trajectory.
+    """Run all prompts of a data set and record every trajectory.
 
-    The same command again goes on where an earlier run was interrupted. Ends with 0 when all is done, with 1 where
-    nothing but the infrastructure's failures came of it.
+    Run the same command again to resume an interrupted run. The exit status is 0 if the run is complete, and 1 if every
+    trajectory failed because of the infrastructure.
     """
+    import uvloop
+
+    from toolroll.rollout.gc_tuning import infrequent_full_gc
     from toolroll.run.config import RunConfig
 
-    for word in settings or ():
-        if "=" not in word:
-            raise ConfigError(f"{word!r} is no setting. Write it as key=value, e.g. n=8.")
-    # Tools and reward functions are found beside the config, where people keep their own, and as `python -m` does it.
-    places = (str(config.resolve().parent), str(Path.cwd()))
-    sys.path[:0] = [folder for folder in places if folder not in sys.path]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its tokenizers are all that is wanted of it
+    for setting in settings or ():
+        if "=" not in setting:
+            raise ConfigError(f"Invalid setting {setting!r}. Expected key=value, e.g. n=8.")
+    # Custom tools and reward functions are found next to the config, and in the working directory as for `python -m`.
+    import_paths = (str(config.resolve().parent), str(Path.cwd()))
+    sys.path[:0] = [path for path in import_paths if path not in sys.path]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # toolroll uses only its tokenizers, without torch
     loaded = RunConfig.load(config, settings or ())
-    watch = _Watch(loaded, Console(stderr=as_json), title=str(config))
-    try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            signalled = _event_loop(watch.follow())
-    except ConfigError:
-        raise
-    except ToolrollError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from error
-    assert watch.last is not None
-    _tell(loaded, watch.last, watch.console, signalled, as_json)
-    if signalled:
-        raise typer.Exit(128 + signalled)
-    if not watch.last.tally["outcomes"].get("ok"):
+    console = output.SafeConsole(stderr=as_json)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), infrequent_full_gc():
+        status, signum = uvloop.run(_follow(loaded, console, title=str(config)))
+    _print_result(loaded, status, console, complete=not signum, as_json=as_json)
+    if signum:
+        raise typer.Exit(128 + signum)
+    if not status.aggregates["outcomes"].get("ok"):
         raise typer.Exit(1)
 
 
-def _event_loop(work: Any) -> int:
-    import uvloop
+async def _follow(config: RunConfig, console: output.SafeConsole, title: str) -> tuple[RunSnapshot, int]:
+    """Start a run and show its status until it ends or a signal stops it.
 
-    signalled: int = uvloop.run(work)
-    return signalled
+    Returns:
+        The final status, and the number of the signal that stopped the run, or 0 if it is complete.
+    """
+    from toolroll.run.preflight import check
+    from toolroll.run.run import Run
 
-
-class _Watch:
-    """A run, looked at until it ends or is told to."""
-
-    def __init__(self, config: RunConfig, console: Console, title: str) -> None:
-        self.config = config
-        self.console = console
-        self.last: Status | None = None
-        self._title = title
-        self._pace = Pace()
-        self._stop = asyncio.Event()
-        self._signal = 0
-
-    async def follow(self) -> int:
-        """Run it to its end. The signal that ended it before that, else 0."""
-        from toolroll.run.preflight import check
-        from toolroll.run.run import Run
-
-        with self._signals(), self._display() as live:
-            await check(self.config)
-            async with Run(self.config) as run:
-                ending = asyncio.create_task(run.wait())
-                stopping = asyncio.create_task(self._stop.wait())
-                said = 0.0
-                while not ending.done() and not stopping.done():
-                    status = await run.status()
-                    rates = self._pace.at(status)
-                    if live is not None:
-                        live.update(panel(self._title, status, rates))
-                    elif status.seconds >= said:
-                        self._say(line(status, rates))
-                        said = status.seconds + SAY_EVERY
-                    await asyncio.wait({ending, stopping}, timeout=LOOK_EVERY, return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
-                if not ending.done():
-                    ending.cancel()
-                    self._say("Stopping: what is done is kept. Once more, and it stops at once.")
-                else:
-                    ending.result()
-            self.last = await run.status()
-            if live is not None:
-                live.update(panel(self._title, self.last, self._pace.at(self.last)))
-        return self._signal
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    @contextlib.contextmanager
-    def _display(self) -> Iterator[Live | None]:
-        if not self.console.is_terminal:
-            yield None
-            return
-        with Live("Beginning …", console=self.console, refresh_per_second=4) as live:
-            yield live
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM stop the run, and the second one doesn't wait for that."""
-        loop = asyncio.get_running_loop()
-
-        def told(number: int) -> None:
-            if self._signal:
-                os._exit(128 + number)
-            self._signal = number
-            self._stop.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told, number)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+    rate_meter, next_line_at = RateMeter(), 0.0
+    display = Live("Starting …", console=console, refresh_per_second=4)
+    with _stop_signal() as stopped, display if console.is_terminal else contextlib.nullcontext() as live:
+        await check(config)
+        async with Run(config) as run:
+            ended = asyncio.create_task(run.wait())
+            ends: set[asyncio.Future[Any]] = {ended, stopped}
+            while not ended.done() and not stopped.done():
+                status = await run.status()
+                rates = rate_meter.update(status)
+                if live is not None:
+                    live.update(status_panel(title, status, rates))
+                elif status.seconds >= next_line_at:
+                    _print(console, status_line(status, rates))
+                    next_line_at = status.seconds + STATUS_LINE_INTERVAL_S
+                await asyncio.wait(ends, timeout=STATUS_POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                ended.result()
+            else:
+                ended.cancel()
+                _print(console, "Stopping; completed samples are saved. Press Ctrl+C again to force quit.")
+        status = await run.status()
+        if live is not None:
+            live.update(status_panel(title, status, rate_meter.update(status)))
+    return status, stopped.result() if stopped.done() else 0
 
 
-def _tell(config: RunConfig, status: Status, console: Console, signalled: int, as_json: bool) -> None:
-    """What came of it."""
-    complete = not signalled
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[asyncio.Future[int]]:
+    """Yield a future of the SIGINT or SIGTERM that asks to stop. A second signal ends the process immediately."""
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def on_signal(signum: int) -> None:
+        if stopped.done():
+            os._exit(128 + signum)
+        stopped.set_result(signum)
+
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        yield stopped
+    finally:
+        for signum in STOP_SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+def _print_result(
+    config: RunConfig, status: RunSnapshot, console: output.SafeConsole, *, complete: bool, as_json: bool
+) -> None:
     directory = config.rollout_data_dir
+    trajectories = status.aggregates["trajectories"]
     if as_json:
-        told = {"complete": complete, "rollout_data_dir": directory, **asdict(status)}
-        typer.echo(json.dumps({name: value for name, value in told.items() if name not in ("running", "queued")}))
-    elif status.tally["trajectories"]:
-        console.print(summary(status))
+        result = {"complete": complete, "rollout_data_dir": directory, **asdict(status)}
+        result["tally"] = result.pop("aggregates")
+        output.print_json({name: value for name, value in result.items() if name not in ("running", "queued")})
+    elif trajectories:
+        console.print(summary_tables(status))
     elif complete:
-        console.print(f"There was nothing to do: {status.bad_rows:,} rows that can't be used, and no others.")
+        console.print(f"Nothing to run: all {status.bad_rows:,} rows are invalid.")
     if not complete:
         of_total = "" if status.total is None else f" of {status.total:,}"
-        again = escape(shlex.join(["toolroll", *sys.argv[1:]]))
-        console.print(
-            f"Stopped with {status.done:,}{of_total} done. The same command goes on from there:\n  {again}",
-            soft_wrap=True,
-            highlight=False,
-        )
-    if status.tally["trajectories"]:
-        view = escape(shlex.join(["toolroll", "view", directory]))
-        console.print(
-            f"Records: {escape(directory)}\nLook at them: [bold]{view}[/bold]", soft_wrap=True, highlight=False
-        )
+        _print(console, f"Stopped with {status.done:,}{of_total} done. To resume, run the same command again:")
+        _print(console, f"  {shlex.join(['toolroll', *sys.argv[1:]])}")
+    if trajectories:
+        _print(console, f"Records: {directory}\nTo view them: ", end="")
+        _print(console, shlex.join(["toolroll", "view", directory]), style="bold")
+
+
+def _print(console: output.SafeConsole, text: str, **options: Any) -> None:
+    """Print a text unchanged: without markup, and without line breaks, so that commands can be copied."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, **options)

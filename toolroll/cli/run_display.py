@@ -1,180 +1,237 @@
-"""How a run looks while it runs: a panel in a terminal, a line now and then elsewhere. Pure."""
+"""Display of a run: a panel for terminals and a status line for logs while it is in progress, and tables at its end."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from toolroll.run.status import Rates, Status, seconds_left
+from toolroll.run.status import RunRates, RunSnapshot, seconds_left
 
-WINDOW = 15.0
-"""Seconds that a rate is taken over, at least."""
-TRAJECTORIES = 2.0
-"""And trajectories' mean durations: they end in batches, and what they did is known when they end."""
-MOMENTS = 60
-"""About so many are remembered."""
-LABEL = 8
-"""Columns of the names at the left."""
-MINUTE, HOUR, DAY = 60, 3600, 86400
+MIN_RATE_WINDOW_S = 15.0
+"""Minimum time over which rates are averaged."""
+RATE_WINDOW_TRAJECTORIES = 2.0
+"""Minimum window in mean trajectory durations: trajectories end in batches, and are counted when they end."""
+RATE_WINDOW_SNAPSHOTS = 60
+"""Approximate number of snapshots to keep."""
+LABEL_COLUMNS = 8
+"""Width of the labels at the left."""
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
 
 
-class Pace:
-    """How fast a run goes, by how it stood lately."""
+class RateMeter:
+    """Computes the rates of a run over a sliding window of snapshots."""
 
     def __init__(self) -> None:
-        self._lately: deque[Status] = deque()
+        self._snapshots: deque[RunSnapshot] = deque()
 
-    def at(self, status: Status) -> Rates:
-        """The rates at this moment."""
-        window = math.inf  # until something has ended
-        if _has_begun_to_end(status):
-            window = max(WINDOW, TRAJECTORIES * status.tally.get("seconds", {}).get("mean", 0.0))
-        if self._lately and status.seconds < self._lately[-1].seconds:  # a board that died counts from when it is back
-            self._lately.clear()
-        if not self._lately or status.seconds - self._lately[-1].seconds >= window / MOMENTS:
-            self._lately.append(replace(status, tally={}))
-        while len(self._lately) > 1 and self._lately[1].seconds <= status.seconds - window:
-            self._lately.popleft()
-        return Rates.between(self._lately[0], status)
+    def update(self, status: RunSnapshot) -> RunRates:
+        """Add a snapshot and return the current rates."""
+        snapshots = self._snapshots
+        window = math.inf
+        if _has_finished_trajectories(status):
+            mean_seconds = status.aggregates.get("seconds", {}).get("mean", 0.0)
+            window = max(MIN_RATE_WINDOW_S, RATE_WINDOW_TRAJECTORIES * mean_seconds)
+        if snapshots and status.seconds < snapshots[-1].seconds:  # the coordinator was restarted
+            snapshots.clear()
+        if not snapshots or status.seconds - snapshots[-1].seconds >= window / RATE_WINDOW_SNAPSHOTS:
+            snapshots.append(replace(status, aggregates={}))
+        while len(snapshots) > 1 and snapshots[1].seconds <= status.seconds - window:
+            snapshots.popleft()
+        return RunRates.between(snapshots[0], status)
 
 
-def panel(title: str, status: Status, rates: Rates) -> RenderableType:
-    """All that is known, for a terminal of 80 columns or more."""
-    tally = status.tally
+def status_panel(title: str, status: RunSnapshot, rates: RunRates) -> RenderableType:
+    """Return the full status, for a terminal of at least 80 columns."""
+    aggregates = status.aggregates
     facts = Table.grid(padding=(0, 1), expand=True)
-    for width, ratio in ((LABEL, 3), (9, 3), (7, 2)):
+    for width, ratio in ((LABEL_COLUMNS, 3), (9, 3), (7, 2)):
         facts.add_column(style="dim", width=width)
         facts.add_column(style="bold", ratio=ratio, no_wrap=True, overflow="ellipsis")
-    facts.add_row("done", _count(status.done), "tokens/s", _rate(rates.tokens, status), "reward", _reward(tally))
-    facts.add_row("running", _count(status.running), "calls/s", _rate(rates.calls, status), "solved", _solved(tally))
-    facts.add_row("queued", _count(status.queued), "in flight", _in_flight(status), "time", clock(status.seconds))
-    more = Table.grid(padding=(0, 1))
-    more.add_column(style="dim", width=LABEL)
-    more.add_column(no_wrap=True, overflow="ellipsis")
-    for name, value in _more(status):
-        more.add_row(name, value)
-    shown = Text(title, overflow="ellipsis", no_wrap=True)
-    inside = Group(_bar(status), "", facts, more)
-    return Panel(inside, title=shown, title_align="left", border_style="dim", padding=(1, 2, 0, 2))
+    tokens, calls = _format_rate(rates.tokens, status), _format_rate(rates.calls, status)
+    solved = format_percent(aggregates.get("solved", 0), aggregates.get("scored", 0))
+    facts.add_row("done", _format_count(status.done), "tokens/s", tokens, "reward", _mean_reward(aggregates))
+    facts.add_row("running", _format_count(status.running), "calls/s", calls, "solved", solved)
+    elapsed = format_duration(status.seconds)
+    facts.add_row("queued", _format_count(status.queued), "in flight", _in_flight(status), "time", elapsed)
+    details = Table.grid(padding=(0, 1))
+    details.add_column(style="dim", width=LABEL_COLUMNS)
+    details.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in _details(status):
+        details.add_row(name, value)
+    content = Group(_progress_bar(status), "", facts, details)
+    heading = Text(title, overflow="ellipsis", no_wrap=True)
+    return Panel(content, title=heading, title_align="left", border_style="dim", padding=(1, 2, 0, 2))
 
 
-def line(status: Status, rates: Rates) -> str:
-    """The same in short, for a log."""
+def status_line(status: RunSnapshot, rates: RunRates) -> str:
+    """Return the status on one line, for a log."""
     of_total = "" if status.total is None else f" of {status.total:,}"
     parts = [
-        clock(status.seconds),
+        format_duration(status.seconds),
         f"{status.done:,}{of_total} done, {status.running:,} running",
-        f"{_rate(rates.tokens, status)} tokens/s",
-        f"{_rate(rates.calls, status)} calls/s",
-        f"reward {_reward(status.tally)}",
+        f"{_format_rate(rates.tokens, status)} tokens/s",
+        f"{_format_rate(rates.calls, status)} calls/s",
+        f"reward {_mean_reward(status.aggregates)}",
     ]
     if status.limit is not None:
         parts.append(f"in flight {_in_flight(status)}")
-    faults = {whose: count for whose, count in status.tally.get("faults", {}).items() if count}
+    faults = {kind: count for kind, count in status.aggregates.get("faults", {}).items() if count}
     if faults:
-        parts.append(f"faults: {counted(faults)}")
-    parts += (f"{count:,} × {error}" for error, count in _commonest_error(status.tally))
+        parts.append(f"faults: {format_counts(faults)}")
+    parts += (f"{count:,} × {error}" for error, count in _most_common_error(status.aggregates))
     if status.lost_workers:
         parts.append(f"{status.lost_workers} worker{'' if status.lost_workers == 1 else 's'} lost")
-    left = seconds_left(status)
-    return " · ".join([*parts, f"{clock(left)} left"] if left else parts)
+    if left := seconds_left(status):
+        parts.append(f"{format_duration(left)} left")
+    return " · ".join(parts)
 
 
-def _bar(status: Status) -> RenderableType:
+def _progress_bar(status: RunSnapshot) -> RenderableType:
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
     if status.total is None:
         row.add_row(ProgressBar(total=None, pulse=True, animation_time=status.seconds), f"{status.done:,} done")
         return row
-    left = seconds_left(status)
-    said = [f"{status.done:,} of {status.total:,}", f"{part(status.done, status.total)}"]
-    if left is not None and status.done < status.total:
-        said.append(f"{clock(left)} left")
+    parts = [f"{status.done:,} of {status.total:,}", format_percent(status.done, status.total)]
+    if left := seconds_left(status):
+        parts.append(f"{format_duration(left)} left")
     bar = ProgressBar(total=max(1, status.total), completed=status.done, complete_style="cyan", finished_style="green")
-    row.add_row(bar, "   ".join(said))
+    row.add_row(bar, "   ".join(parts))
     return row
 
 
-def _more(status: Status) -> Iterable[tuple[str, Text]]:
-    """What isn't always there."""
-    tally = status.tally
+def _details(status: RunSnapshot) -> Iterable[tuple[str, Text]]:
+    """Yield the rows that are shown only if they apply."""
+    aggregates = status.aggregates
     if status.workers > 1 or status.lost_workers:
-        lost = f" · {status.lost_workers} lost, and what they had is done by others" if status.lost_workers else ""
+        lost = f" · {status.lost_workers} lost, their work was reassigned" if status.lost_workers else ""
         yield "workers", Text(f"{status.workers}{lost}")
-    if tally.get("finish_reasons"):
-        yield "ended by", Text(counted(tally["finish_reasons"]))
-    faults: Mapping[str, int] = tally.get("faults", {})
+    if aggregates.get("finish_reasons"):
+        yield "ended by", Text(format_counts(aggregates["finish_reasons"]))
+    faults: Mapping[str, int] = aggregates.get("faults", {})
     if any(faults.values()):
-        yield "faults", Text(counted(faults), style="yellow" if faults.get("infra") else "")
-    for error, count in _commonest_error(tally):
+        yield "faults", Text(format_counts(faults), style="yellow" if faults.get("infra") else "")
+    for error, count in _most_common_error(aggregates):
         yield "", Text(f"{count:,} × {error}", style="yellow")
     if status.bad_rows:
-        yield "bad rows", Text(f"{status.bad_rows:,} that can't be used", style="yellow")
+        yield "bad rows", Text(f"{status.bad_rows:,} skipped", style="yellow")
     if status.resumed:
-        yield "resumed", Text(f"{status.resumed:,} were done before")
+        yield "resumed", Text(f"{status.resumed:,} from earlier runs")
 
 
-def _commonest_error(tally: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """What most often kept a trajectory from its end, if anything did."""
-    return list(tally.get("errors", {}).items())[:1]
+def _most_common_error(aggregates: Mapping[str, Any]) -> list[tuple[str, int]]:
+    return list(aggregates.get("errors", {}).items())[:1]
 
 
-def counted(counts: Mapping[str, int]) -> str:
-    """Counts by name, as a list."""
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return counts by name as a list, e.g. "stop 54 · infra 6"."""
     return " · ".join(f"{name or 'unknown'} {count:,}" for name, count in counts.items())
 
 
-def part(some: int, all_: int) -> str:
-    """A part in percent. It isn't 100 before it is all."""
-    return f"{min(100.0 * some / all_, 99.9 if some < all_ else 100.0):.1f} %" if all_ else "–"
+def format_percent(count: int, total: int) -> str:
+    """Return a share in percent. It is rounded to 100.0 % only if the count equals the total."""
+    return f"{min(100.0 * count / total, 99.9 if count < total else 100.0):.1f} %" if total else "–"
 
 
-def clock(seconds: float) -> str:
-    """A time, as a clock shows it.
+def format_duration(seconds: float) -> str:
+    """Return a duration in days, hours, minutes and seconds.
 
-    >>> clock(83), clock(3723), clock(200_000)
+    >>> format_duration(83), format_duration(3723), format_duration(200_000)
     ('1:23', '1:02:03', '2 d 7:33:20')
     """
-    days, rest = divmod(round(seconds), DAY)
-    hours, rest = divmod(rest, HOUR)
-    minutes, rest = divmod(rest, MINUTE)
-    shown = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return f"{days} d {shown}" if days else shown
+    days, rest = divmod(round(seconds), DAY_S)
+    hours, rest = divmod(rest, HOUR_S)
+    minutes, rest = divmod(rest, MINUTE_S)
+    time_of_day = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
+    return f"{days} d {time_of_day}" if days else time_of_day
 
 
-def _count(number: int | None) -> str:
-    return "?" if number is None else f"{number:,}"
+def _format_count(count: int | None) -> str:
+    return "?" if count is None else f"{count:,}"
 
 
-def _rate(number: float, status: Status) -> str:
-    if not _has_begun_to_end(status):
+def _format_rate(rate: float, status: RunSnapshot) -> str:
+    if not _has_finished_trajectories(status):
         return "–"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
-def _has_begun_to_end(status: Status) -> bool:
-    """Whether this run has a trajectory that ended: what they do is not known before."""
+def _has_finished_trajectories(status: RunSnapshot) -> bool:
+    """Return True if this run has finished a trajectory. Tokens and calls are not counted before."""
     return status.done > status.resumed
 
 
-def _reward(tally: Mapping[str, Any]) -> str:
-    mean = tally.get("mean_reward")
+def _mean_reward(aggregates: Mapping[str, Any]) -> str:
+    mean = aggregates.get("mean_reward")
     return "–" if mean is None else f"{mean:.3f}"
 
 
-def _solved(tally: Mapping[str, Any]) -> str:
-    return part(tally.get("solved", 0), tally.get("scored", 0))
+def _in_flight(status: RunSnapshot) -> str:
+    return "–" if status.limit is None else f"{_format_count(status.in_flight)} of {status.limit:,}"
 
 
-def _in_flight(status: Status) -> str:
-    return "–" if status.limit is None else f"{_count(status.in_flight)} of {status.limit:,}"
+DURATION_LABELS = {"seconds": "trajectory", "tool_seconds": "all its tool calls", "queue_wait": "their wait for a slot"}
+
+
+def summary_tables(status: RunSnapshot) -> RenderableType:
+    """Return a table of the outcomes and a table of the durations."""
+    aggregates = status.aggregates
+    duration = format_duration(status.seconds)
+    title = f"{aggregates['trajectories']:,} trajectories of {aggregates['prompts']:,} prompts in {duration}"
+    if status.resumed:
+        title += f", {status.resumed:,} of them resumed"
+    outcomes = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
+    outcomes.add_column(style="dim", no_wrap=True)
+    outcomes.add_column(overflow="fold")
+    for name, value in _outcomes(status, aggregates):
+        outcomes.add_row(name, escape(value))
+    return Group(outcomes, _durations(aggregates))
+
+
+def _outcomes(status: RunSnapshot, aggregates: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    solved, scored, trajectories = aggregates["solved"], aggregates["scored"], aggregates["trajectories"]
+    if aggregates["pass_at_k"]:
+        estimates = aggregates["pass_at_k"].items()
+        yield "pass@k", " · ".join(f"pass@{k} {100 * estimate:.1f} %" for k, estimate in estimates)
+    if aggregates["mean_reward"] is not None:
+        share = format_percent(solved, scored)
+        yield "reward", f"mean {aggregates['mean_reward']:.3f} · solved {solved:,} of {scored:,} ({share})"
+    if trajectories > scored:
+        yield "no reward", f"{trajectories - scored:,} trajectories"
+    yield "ended by", format_counts(aggregates["finish_reasons"])
+    if any(aggregates["faults"].values()):
+        yield "faults", format_counts(aggregates["faults"])
+    for error, count in aggregates["errors"].items():
+        yield "", f"{count:,} × {error}"
+    totals = {"turns": "turns", "calls": "calls", "sampled_tokens": "tokens sampled"}
+    means = (f"{aggregates[key] / trajectories:,.1f} {label}" for key, label in totals.items() if aggregates[key])
+    yield "per trajectory", " · ".join(means)
+    if aggregates["sampled_tokens"] or aggregates["tokens"]:  # a chat server may report none
+        yield "tokens", f"{aggregates['sampled_tokens']:,} sampled · {aggregates['tokens']:,} in total"
+    if set(aggregates["fidelity"]) - {"exact"}:
+        yield "fidelity", format_counts(aggregates["fidelity"])
+    if status.lost_workers:
+        yield "workers", f"{status.lost_workers} lost, their work was reassigned"
+    if status.bad_rows:
+        yield "bad rows", f"{status.bad_rows:,} skipped"
+
+
+def _durations(aggregates: Mapping[str, Any]) -> Table:
+    table = Table("seconds", "mean", "p50", "p90", "p99", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for key, label in DURATION_LABELS.items():
+        if key == "seconds" or aggregates["calls"]:
+            table.add_row(label, *(f"{value:,.2f}" for value in aggregates[key].values()))
+    return table

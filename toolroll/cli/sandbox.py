@@ -1,207 +1,199 @@
-"""`toolroll sandbox serve | run | probe`: run the model's code."""
+"""`toolroll sandbox serve | run`: run the model's code. See `sandbox_probe` for `toolroll sandbox probe`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from toolroll.cli.sandbox_probe import probe
-from toolroll.errors import ConfigError, InfraFault, MissingExtra, explain
+from toolroll.cli import output
+from toolroll.errors import ConfigError, InfraFault, validate
 
 if TYPE_CHECKING:
     from toolroll.sandbox.execution import Execution
-    from toolroll.sandbox.protocol import Language
-    from toolroll.sandbox.server.server import Server
     from toolroll.sandbox.server.settings import ServerSettings
 
-app = typer.Typer(help="Run code in sandboxes: serve them, try them, measure them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Run code in sandboxes: start a server, run a program, measure throughput.", no_args_is_help=True
+)
 
-app.command()(probe)
+T = TypeVar("T")
 
-TOKEN = "TOOLROLL_SANDBOX_TOKEN"  # noqa: S105 (its name)
-SUFFIXES: dict[str, Language] = {
-    ".py": "python", ".sh": "bash", ".cpp": "cpp", ".cc": "cpp", ".js": "nodejs", ".ts": "typescript", ".java": "java",
-    ".rs": "rust", ".go": "go", ".pl": "perl", ".rb": "ruby", ".php": "php", ".lua": "lua", ".r": "R", ".sql": "sql",
-    ".jl": "julia", ".scala": "scala", ".swift": "swift", ".rkt": "racket", ".kts": "kotlin_script",
-}  # fmt: skip
+MIN_COMPILE_TIMEOUT_S = 30.0
+TIER_DESCRIPTIONS = {
+    "A": "tier A: namespaces, a cgroup, Landlock and seccomp for each program",
+    "B": "tier B: namespaces, Landlock and seccomp for each program; memory is limited per process",
+    "C": "tier C: Landlock and seccomp for each program; no namespaces, memory is limited per process",
+    "unsafe": "[red]unsafe: programs can read files and signal processes that this server can[/red]",
+}
 
 
 def _option(text: str, default: str) -> Any:
-    """An option that isn't passed on unless it is given; its default is the settings' own."""
+    """Return an option whose default is that of the settings: None is not passed on."""
     return typer.Option(help=text, show_default=default)
-
-
-Url = Annotated[str | None, typer.Option(help="A running sandbox server; without it one is started for this.")]
 
 
 @app.command()
 def serve(
     host: Annotated[str | None, _option("Address to listen on.", "127.0.0.1")] = None,
-    port: Annotated[int | None, _option("Port to listen on; 0 for a free one.", "8080")] = None,
-    capacity: Annotated[int | None, _option("Programs that run at once.", "number of CPUs + 1")] = None,
-    queue: Annotated[int | None, _option("Requests that wait; more get 429.", "1000")] = None,
-    memory_mb: Annotated[int | None, _option("Megabytes for a program.", "1024")] = None,
-    disk_mb: Annotated[int | None, _option("Megabytes of files for a program.", "512")] = None,
-    max_timeout: Annotated[float | None, _option("Most seconds that may be asked for.", "300")] = None,
-    output_kb: Annotated[int | None, _option("Kilobytes kept of stdout, and of stderr.", "1024")] = None,
-    request_mb: Annotated[int | None, _option("Megabytes of a request, or of fetched files.", "64")] = None,
-    sessions: Annotated[int | None, _option("Sessions that are kept.", "64")] = None,
-    session_ttl: Annotated[float | None, _option("Seconds until an idle session ends.", "600")] = None,
-    python: Annotated[str | None, _option("Interpreter of the programs.", "this one")] = None,
-    unsafe: Annotated[bool, typer.Option("--unsafe", help="Start even where programs can't be isolated.")] = False,
+    port: Annotated[int | None, _option("Port to listen on; 0 for a free port.", "8080")] = None,
+    capacity: Annotated[int | None, _option("Number of programs that run concurrently.", "number of CPUs + 1")] = None,
+    queue: Annotated[int | None, _option("Maximum number of waiting requests; more get 429.", "1000")] = None,
+    memory_mb: Annotated[int | None, _option("Memory limit of a program, in megabytes.", "1024")] = None,
+    disk_mb: Annotated[int | None, _option("Maximum size of a program's files, in megabytes.", "512")] = None,
+    max_timeout: Annotated[float | None, _option("Maximum timeout of a request, in seconds.", "300")] = None,
+    output_kb: Annotated[int | None, _option("Kilobytes to keep of stdout, and of stderr.", "1024")] = None,
+    request_mb: Annotated[int | None, _option("Maximum size of a request and its fetched files, in MB.", "64")] = None,
+    sessions: Annotated[int | None, _option("Maximum number of sessions.", "64")] = None,
+    session_ttl: Annotated[float | None, _option("Idle time after which a session ends, in seconds.", "600")] = None,
+    python: Annotated[str | None, _option("Python interpreter of the programs.", "this one")] = None,
+    unsafe: Annotated[bool, typer.Option("--unsafe", help="Start even if programs cannot be isolated.")] = False,
 ) -> None:
-    """Serve sandboxes until interrupted. A token for clients is taken from the environment: TOOLROLL_SANDBOX_TOKEN.
+    """Start a sandbox server. If TOOLROLL_SANDBOX_TOKEN is set, clients must send this token.
 
-    Ends with 0 after SIGTERM or Ctrl-C, when what was running has ended; a second signal doesn't wait.
+    The variable may contain several tokens, separated by commas. Each token has its own sessions.
+
+    After SIGTERM or Ctrl+C the server waits for running programs and exits with status 0. A second signal stops it at
+    once.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     given = {name: value for name, value in locals().items() if value is not None}
-    token = os.environ.pop(TOKEN, None)  # so that nothing that is started here has it
-    settings = _settings(given | ({"token": token} if token else {}))
+    from toolroll.sandbox.protocol import TOKEN_ENV_VAR
+    from toolroll.sandbox.server.settings import ServerSettings
+
+    output.configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if token := os.environ.pop(TOKEN_ENV_VAR, None):  # removed, so that no child process inherits it
+        given["token"] = token
+    settings = validate(ServerSettings, given, "sandbox serve")
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.token is None:
-        logging.getLogger(__name__).warning(
-            "Listening on %s without a token: whoever reaches this port can run programs here. Set %s.",
-            settings.host,
-            TOKEN,
-        )
-    _run(_serve(settings))
+        warning = "Listening on %s without a token: anyone who can reach this port can run programs. Set %s."
+        logging.getLogger(__name__).warning(warning, settings.host, TOKEN_ENV_VAR)
+    run_async(_serve(settings), as_server=True)
 
 
 @app.command()
 def run(
-    file: Annotated[str, typer.Argument(help="A file with the program; - for standard input.")],
-    language: Annotated[str | None, _option("Its language.", "by the file's name, else python")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that it may run.")] = 10.0,
-    stdin: Annotated[Path | None, typer.Option(help="A file to give it as its standard input.")] = None,
-    url: Url = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    file: Annotated[str, typer.Argument(help="File of the program; - for standard input.")],
+    language: Annotated[str | None, _option("Language of the program.", "by file name, else python")] = None,
+    timeout: Annotated[float, typer.Option(help="Timeout of the program, in seconds.")] = 10.0,
+    stdin: Annotated[Path | None, typer.Option(help="File to use as the program's standard input.")] = None,
+    url: Annotated[str | None, typer.Option(help="URL of a sandbox server. Default: a temporary server.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run a program once in a sandbox, and show what it did. Ends with the program's own status."""
-    from toolroll.sandbox.protocol import Language
+    """Run a program in a sandbox and print its output. Exits with the program's status."""
+    from toolroll.sandbox.protocol import LANGUAGE_BY_SUFFIX, Language
 
+    code = sys.stdin.read() if file == "-" else read_text(Path(file))
+    language = language or LANGUAGE_BY_SUFFIX.get(Path(file).suffix.lower(), "python")
+    if language not in get_args(Language):
+        raise ConfigError(f"Unknown language {language!r}. Available languages: {', '.join(get_args(Language))}.")
+    timeouts = {"run_timeout": timeout, "compile_timeout": max(timeout, MIN_COMPILE_TIMEOUT_S)}
+    options = {"language": language, "stdin": read_text(stdin) if stdin else None, **timeouts}
     try:
-        code = sys.stdin.read() if file == "-" else Path(file).read_text(errors="replace")
-        given = stdin.read_text(errors="replace") if stdin else None
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
-    chosen = language or SUFFIXES.get(Path(file).suffix.lower(), "python")
-    if chosen not in get_args(Language):
-        raise ConfigError(f"There is no language {chosen!r}. The languages are: {', '.join(get_args(Language))}.")
-    options = {"language": chosen, "stdin": given, "run_timeout": timeout, "compile_timeout": max(timeout, 30.0)}
-    try:
-        done = _run(_run_once(url, code, options))
+        execution = run_async(_run_once(url, code, options), as_server=url is None)
     except InfraFault as error:
         raise ConfigError(str(error)) from error
     if as_json:
-        typer.echo(json.dumps(asdict(done), indent=2, default=str))
+        output.print_json(asdict(execution), indent=2)
     else:
-        _show(done)
-    raise typer.Exit(0 if done.fault is None else (done.return_code or 1) & 0xFF or 1)
+        _print_execution(execution)
+    raise typer.Exit(0 if execution.fault is None else (execution.return_code or 1) & 0xFF or 1)
 
 
-def _settings(given: dict[str, Any]) -> ServerSettings:
-    from pydantic import ValidationError
-
+def read_text(file: Path) -> str:
+    """Return the text of a file. Raises ConfigError if it cannot be read."""
     try:
-        from toolroll.sandbox.server.settings import ServerSettings
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "sandbox") from error
-    try:
-        return ServerSettings(**given)
-    except ValidationError as error:
-        raise ConfigError(explain(error, ServerSettings.model_fields)) from error
+        return file.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
 
 
-def _run(work: Any) -> Any:
-    import uvloop
+def run_async(work: Coroutine[Any, Any, T], *, as_server: bool = False) -> T:
+    """Run a coroutine and return its result, with the event loop of a server if it starts one.
 
-    with contextlib.suppress(KeyboardInterrupt):
-        return uvloop.run(work)
+    Ctrl+C ends the command with status 130.
+    """
+    if as_server:
+        from toolroll.sandbox.server.server import new_event_loop
+    else:
+        from uvloop import new_event_loop
+
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
     raise typer.Exit(130)
 
 
-def _server(settings: ServerSettings) -> Server:
-    from toolroll.sandbox.server.server import Server
-
-    return Server(settings)
-
-
 async def _serve(settings: ServerSettings) -> None:
-    from toolroll.sandbox.server.languages import Missing
+    from toolroll.sandbox.server.execution.languages import Toolchain
+    from toolroll.sandbox.server.server import SandboxServer
 
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    async with _server(settings) as server:
+    stop = asyncio.Event()
+    async with SandboxServer(settings) as server:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told.set)
-        console = Console(highlight=False)
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        console = output.SafeConsole(highlight=False)
         for note in server.isolation.notes:
             console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
-        found = sorted(name for name, one in server.toolchains.items() if not isinstance(one, Missing))
-        console.print(f"isolation  {_TIERS[server.isolation.tier]}", soft_wrap=True)
+        for gap in server.isolation.gaps:
+            console.print(f"[yellow]gap:[/yellow] {escape(gap)}", soft_wrap=True)
+        found = sorted(name for name, toolchain in server.toolchains.items() if isinstance(toolchain, Toolchain))
+        console.print(f"isolation  {TIER_DESCRIPTIONS[server.isolation.tier]}", soft_wrap=True)
         console.print(f"languages  {', '.join(found)}", soft_wrap=True)
-        console.print(f"capacity   {settings.capacity} at once, {settings.queue} waiting, {settings.memory_mb} MB each")
+        programs = f"{settings.capacity} programs of {settings.memory_mb} MB"
+        console.print(f"capacity   {programs}, {settings.queue} waiting requests")
         console.print(f"[bold]serving on {server.url}[/bold]")
-        await told.wait()
-        told.clear()
-        console.print(f"ending: {server.front.admission.running} still run; once more ends them now")
-        waiting = [asyncio.create_task(server.drain()), asyncio.create_task(told.wait())]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
+        await stop.wait()
+        stop.clear()
+        running = server.http_app.admission.running
+        console.print(f"Stopping; waiting for {running} running programs. Press Ctrl+C again to force quit.")
+        tasks = [asyncio.create_task(server.drain()), asyncio.create_task(stop.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
-
-
-_TIERS = {
-    "A": "tier A: namespaces, a cgroup, Landlock and seccomp for each program",
-    "B": "tier B: namespaces, Landlock and seccomp for each program; memory is limited per process",
-    "C": "tier C: Landlock and seccomp for each program; no namespaces, memory is limited per process",
-    "unsafe": "[red]unsafe: programs can read and signal whatever this server can[/red]",
-}
 
 
 async def _run_once(url: str | None, code: str, options: dict[str, Any]) -> Execution:
     from toolroll.sandbox.client import SandboxClient
+    from toolroll.sandbox.protocol import TOKEN_ENV_VAR
 
-    async with contextlib.AsyncExitStack() as stack:
-        is_ours = url is None
-        if url is None:
-            url = (await stack.enter_async_context(_server(_settings({"port": 0})))).url
-        client = await stack.enter_async_context(SandboxClient(url, token=os.environ.get(TOKEN)))
-        if not is_ours:
-            await client.ping()  # within seconds, where a program would be tried for longer
+    if url is None:
+        from toolroll.sandbox.server.server import SandboxServer
+        from toolroll.sandbox.server.settings import ServerSettings
+
+        async with SandboxServer(ServerSettings(port=0)) as server, SandboxClient(server.url) as client:
+            return await client.run(code, **options)
+    async with SandboxClient(url, token=os.environ.get(TOKEN_ENV_VAR)) as client:
+        await client.ping()  # fails sooner than a program, which would be retried
         return await client.run(code, **options)
 
 
-def _show(done: Execution) -> None:
-    """What the program wrote, where it would have written it; then one line on how it ended."""
-    from toolroll.sandbox.execution import Outcome
+def _print_execution(execution: Execution) -> None:
+    """Print the output of a program to the same streams, then one line about its end."""
+    from toolroll.sandbox.execution import ExecutionOutcome
 
-    sys.stdout.write(done.stdout)
-    sys.stdout.flush()
-    console = Console(stderr=True, highlight=False)
-    if done.stderr:
-        console.print(escape(done.stderr.rstrip("\n")), style="red", soft_wrap=True)
-    result = done.run_result or done.compile_result
-    ended = {
-        Outcome.OK: "[green]done[/green]",
-        Outcome.FAILED: f"[red]failed[/red] with {done.return_code}",
-        Outcome.COMPILE_FAILED: "[red]did not compile[/red]",
-        Outcome.TIMEOUT: "[red]out of time[/red]",
-        Outcome.COMPILE_TIMEOUT: "[red]out of time while it compiled[/red]",
-        Outcome.OUT_OF_MEMORY: "[red]out of memory[/red]",
-    }[done.outcome]
-    seconds = f" after {result.execution_time:.3f} s" if result and result.execution_time is not None else ""
-    cut = [name for name, is_cut in (("stdout", done.stdout_truncated), ("stderr", done.stderr_truncated)) if is_cut]
-    console.print(f"{ended}{seconds}{'; ' + ' and '.join(cut) + ' cut' if cut else ''}")
+    output.write_output(execution.stdout)
+    console = output.SafeConsole(stderr=True, highlight=False)
+    if execution.stderr:
+        console.print(escape(execution.stderr.rstrip("\n")), style="red", soft_wrap=True)
+    outcome = {
+        ExecutionOutcome.OK: "[green]done[/green]",
+        ExecutionOutcome.FAILED: f"[red]failed[/red] with status {execution.return_code}",
+        ExecutionOutcome.COMPILE_FAILED: "[red]compilation failed[/red]",
+        ExecutionOutcome.TIMEOUT: "[red]timed out[/red]",
+        ExecutionOutcome.COMPILE_TIMEOUT: "[red]compilation timed out[/red]",
+        ExecutionOutcome.OUT_OF_MEMORY: "[red]out of memory[/red]",
+    }[execution.outcome]
+    result = execution.run_result or execution.compile_result
+    duration = f" after {result.execution_time:.3f} s" if result and result.execution_time is not None else ""
+    streams = (("stdout", execution.stdout_truncated), ("stderr", execution.stderr_truncated))
+    truncated = "".join(f"; {name} truncated" for name, is_truncated in streams if is_truncated)
+    console.print(f"{outcome}{duration}{truncated}")

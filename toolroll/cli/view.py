@@ -1,4 +1,4 @@
-"""`toolroll view`: what rollouts left on disk, looked at in the terminal or in a browser."""
+"""`toolroll view`: display rollout dumps in the terminal or in a browser."""
 
 from __future__ import annotations
 
@@ -9,46 +9,42 @@ from typing import Annotated
 
 import typer
 
+from toolroll.cli import output
 from toolroll.errors import ConfigError, MissingExtra
-from toolroll.viewer.harmless import DEFAULT_MASK
+from toolroll.viewer.formatting import DEFAULT_MASK
 
 
 def view(
-    directory: Annotated[Path, typer.Argument(help="Where the dumps are: a rollout_data_dir, or one file of it.")],
+    directory: Annotated[Path, typer.Argument(help="Directory with dumps (a rollout_data_dir), or one of its files.")],
     tokenizer: Annotated[
-        str | None, typer.Option(help="The model's tokenizer: a path or a name. Shows the texts of tokens.")
+        str | None, typer.Option(help="Path or name of the model's tokenizer, to show the text of tokens.")
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Begin with the newest sample, and go along with the run.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Start with the newest sample and follow the run.")] = False,
     mask_str: Annotated[
-        str, typer.Option(help="What this regular expression matches is shown as *; '' for nothing.")
+        str, typer.Option(help="Regular expression; text that matches it is shown as *. Use '' to mask nothing.")
     ] = DEFAULT_MASK,
-    web: Annotated[bool, typer.Option("--web", help="Serve it to a browser on this machine.")] = False,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where --web listens, on 127.0.0.1.")] = 8000,
+    web: Annotated[bool, typer.Option("--web", help="Serve the viewer to a browser on this machine.")] = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port for --web on 127.0.0.1.")] = 8000,
 ) -> None:
-    """Look at rollouts: samples, conversations, tokens, rewards, searches, plots. Press ? in it for its keys."""
+    """Browse rollouts: conversations, tokens, rewards, search, filters and plots. Press ? for all keys."""
     try:
         import textual  # noqa: F401
     except ImportError as error:
         raise MissingExtra("textual", "viewer") from error
     if web:
-        _serve(directory, tokenizer, follow, mask_str, port)
+        from toolroll.records.directory import dump_files
+        from toolroll.viewer.web import WebViewer
+
+        dump_files(directory)  # report a wrong directory here, not in the browser
+        command = [sys.executable, "-m", "toolroll.cli", "view", str(directory.absolute()), "--mask-str", mask_str]
+        command += ["--tokenizer", tokenizer] if tokenizer else []
+        command += ["--follow"] if follow else []
+        WebViewer(command, port, lambda url: output.echo(f"{url}\nPress Ctrl+C to stop.")).run()
         return
     from toolroll.viewer.app import RolloutViewer
 
     viewer = RolloutViewer(directory, tokenizer=tokenizer, mask_str=mask_str, follow=follow)
-    if not (sys.stdin.isatty() and sys.stderr.isatty()) and "TEXTUAL_DRIVER" not in os.environ:  # it draws on stderr
-        raise ConfigError("The viewer needs a terminal. `toolroll records stats` prints figures without one.")
+    is_terminal = sys.stdin.isatty() and sys.stderr.isatty()  # Textual draws on stderr
+    if not is_terminal and "TEXTUAL_DRIVER" not in os.environ:
+        raise ConfigError("The viewer needs a terminal. Use `toolroll records stats` to print statistics without one.")
     viewer.run()
-
-
-def _serve(directory: Path, tokenizer: str | None, follow: bool, mask_str: str, port: int) -> None:
-    from toolroll.records.directory import dump_files
-    from toolroll.viewer.web import WebViewer
-
-    dump_files(directory)  # what is wrong with it is better said here than in the browser
-    command = [sys.executable, "-m", "toolroll.cli", "view", str(directory.absolute()), "--mask-str", mask_str]
-    command += ["--tokenizer", tokenizer] if tokenizer else []
-    command += ["--follow"] if follow else []
-    WebViewer(command, port, lambda address: typer.echo(f"{address}\nCtrl+C ends it.")).run()

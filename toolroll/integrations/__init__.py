@@ -1,1 +1,1 @@
-"""Other people's trainers."""
+"""Adapters that run toolroll's rollouts inside other trainers."""

@@ -1,1 +1,1 @@
-"""How many may be in flight, over the whole cluster."""
+"""Concurrency limits that all processes of a Ray cluster share."""

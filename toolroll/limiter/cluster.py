@@ -1,8 +1,9 @@
-"""ClusterLimiter: a gate whose slots are leased from the cluster's ledger.
+"""Limiter whose slots are leased from the cluster's ledger.
 
-The reports are carried by a thread of the process's own, so that the lease is renewed however busy or short-lived the
-event loops are that use it. No call is made per execution: one call is open to the ledger, which answers when there is
-something new; another is sent when this process has news, no oftener than the ledger asks for.
+A background thread exchanges reports and leases with the ledger, so that leases are renewed even if the event loops
+that use the limiter are busy or short-lived. Slots are granted without a remote call: one call to the ledger is always
+open, and the ledger answers it when the lease changes. Another call is sent when this process's demand changes, but not
+more often than the ledger allows.
 """
 
 from __future__ import annotations
@@ -11,10 +12,7 @@ import asyncio
 import logging
 import os
 import random
-import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Any
 from uuid import uuid4
 
@@ -22,173 +20,160 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from toolroll.limiter.gate import Gate
-from toolroll.limiter.lease import Allowance, Lease
-from toolroll.limiter.ledger import LEASE_TTL, RENEWALS_PER_LEASE
+from toolroll._internal.event_loop_thread import shared_event_loop_thread
+from toolroll.limiter.lease import HolderFence, Lease, LeasedSlots
+from toolroll.limiter.ledger import LEASE_TTL_S, RENEWALS_PER_LEASE
 from toolroll.limiter.limiter import Limiter
-from toolroll.limiter.token_bucket import TokenBucketWorker, token_bucket
-from toolroll.limiter.watcher import birth, node_watcher
+from toolroll.limiter.node_watcher import get_node_watcher, process_start_time
+from toolroll.limiter.slot_queue import SlotQueue
+from toolroll.limiter.token_bucket import TokenBucketWorker, get_or_create_token_bucket
 
 logger = logging.getLogger(__name__)
 
-BURST = 0.002
-"""Seconds between two reports while slots are plenty: a burst of requests is told of once."""
+MIN_REPORT_INTERVAL_S = 0.002
+"""Minimum interval between two reports while slots are not contended. Groups the requests of a burst."""
 
-PATIENCE = 1.5
-"""How many renewal times a call may stay open before it is taken for lost."""
+LOST_CALL_RENEWAL_INTERVALS = 1.5
+"""Number of renewal intervals after which an unanswered call is considered lost."""
 
-WATCH_AGAIN = 5.0
-"""Seconds after which the node's watcher is asked again, in case that it was started anew."""
+WATCH_REFRESH_INTERVAL_S = 5.0
+"""Interval between registrations with the node's watcher, which may have been restarted."""
 
-RETRY = 0.2
-"""Seconds before a limiter that could not be reached is tried again, on average."""
+LIMITER_RETRY_DELAY_S = 0.2
+"""Average delay before the next attempt to reach the limiter."""
 
 
 class ClusterLimiter(Limiter):
-    """This process's part of a limit that the whole cluster shares."""
+    """This process's part of a limit that the whole Ray cluster shares.
 
-    def __init__(self, resource: str, limit: int, ttl: float = LEASE_TTL) -> None:
-        self._asked = limit
+    Args:
+        resource: Name of the resource.
+        limit: Limit to create the resource with. If the cluster already has a limit for it, that one applies.
+        ttl: Lifetime of a lease, in seconds.
+        fence: Function that makes the resource reject the work of a dead process.
+    """
+
+    def __init__(self, resource: str, limit: int, ttl: float = LEASE_TTL_S, fence: HolderFence | None = None) -> None:
+        self._requested_limit = limit
         self._ttl = ttl
+        self._fence = fence
         self.holder = f"{os.uname().nodename}:{os.getpid()}:{uuid4().hex[:12]}"
-        """This process's name in the ledger."""
-        self.reports = 0
-        """How many reports have been sent: what the limiter costs, in calls."""
+        """Name of this process in the ledger."""
+        self.reports_sent = 0
+        """Number of reports sent, that is of remote calls."""
         self.watched = False
-        """Whether the death of this process would be noticed at once, and not only when its lease runs out."""
-        self._news = asyncio.Event()
-        self._told = False
-        self._trouble = 0
-        self._warned_of: int | None = None
-        super().__init__(Gate(resource, Allowance(self.holder, limit), self._on_news))
-        self._carrier = _carrier()
-        self._tasks: list[Future[None]] = [self._carrier.run(self._carry()), self._carrier.run(self._be_watched())]
+        """Whether the node's watcher would report the death of this process at once."""
+        self._demand_changed = asyncio.Event()
+        self._wake_scheduled = False
+        self._logged_level = 0
+        self._warned_version: int | None = None
+        super().__init__(SlotQueue(resource, LeasedSlots(self.holder, Lease(limit=limit)), self._on_waiting))
+        self._thread = shared_event_loop_thread("toolroll-limiter")
+        self._tasks = [self._thread.submit(self._keep_lease()), self._thread.submit(self._keep_watched())]
 
     def set_limit(self, limit: int) -> None:
-        """Change the limit for the whole cluster, at once."""
+        """Change the limit for the whole cluster."""
         ray.get(self._worker().set_limit.remote(limit))
 
     def close(self) -> None:
-        """Say goodbye, so that the slots needn't wait for the lease to run out. Call it when none is in use."""
+        """Deregister from the ledger, so that the slots are available at once. Call it when no slot is in use."""
         for task in self._tasks:
             task.cancel()
-        self._gate.end()
+        self._queue.terminate()
         if ray.is_initialized() and not self.in_use:
-            ray.get(self._worker().leave.remote(self.holder))
+            try:
+                ray.get(self._worker().deregister.remote(self.holder), timeout=self._ttl)
+            except RayError as error:
+                logger.info("%s: slots become available when the lease ends: %s", self.resource, error)
 
     def _worker(self) -> ActorHandle[TokenBucketWorker]:
-        return token_bucket(self.resource, self._asked, self._ttl, heir=self._gate.ttl > 0)
+        return get_or_create_token_bucket(self.resource, self._requested_limit, self._ttl, self._fence)
 
-    def _on_news(self) -> None:
-        """Somebody has to wait. Called from any thread, often: the carrier is woken once for all of them.
+    def _on_waiting(self) -> None:
+        """Wake the background thread, once for many waiters. Called from any thread.
 
-        In a shortage it isn't woken at all: somebody waits all the time then, and it looks by itself.
+        While slots are contended there is always a waiter, so the thread polls and need not be woken.
         """
-        if not self._told and not self._gate.interval:
-            self._told = True
-            self._carrier.loop.call_soon_threadsafe(self._news.set)
+        if not self._wake_scheduled and not self._queue.report_interval:
+            self._wake_scheduled = True
+            self._thread.call_soon_threadsafe(self._demand_changed.set)
 
-    async def _carry(self) -> None:
+    async def _keep_lease(self) -> None:
         while True:
             try:
-                await _connected()
-                await self._exchange(self._worker())
-            except (
-                Exception
-            ) as error:  # whatever it is: the lease that we have goes on, and must be renewed before its end
-                self._note_trouble(error)
-                await asyncio.sleep(RETRY * (0.5 + random.random()))  # noqa: S311
+                await _wait_until_connected()
+                await self._exchange_reports(self._worker())
+            except Exception as error:  # any error: the lease must be renewed before it expires
+                self._log_failure(error)
+                await asyncio.sleep(LIMITER_RETRY_DELAY_S * (0.5 + random.random()))  # noqa: S311
 
-    def _note_trouble(self, error: Exception) -> None:
-        """Say it once when the limiter can't be reached, and once more when that begins to matter."""
-        level = logging.WARNING if self._gate.lapsed else logging.INFO
-        if level > self._trouble:
-            what = "so nothing can be begun" if self._gate.lapsed else "the lease goes on meanwhile"
-            logger.log(level, "%s: the limiter can't be reached, %s: %s", self.resource, what, error)
-        self._trouble = max(self._trouble, level)
+    def _log_failure(self, error: Exception) -> None:
+        """Log a failure once while the lease is valid, and once after it has expired."""
+        expired = self._queue.lease_expired
+        level = logging.WARNING if expired else logging.INFO
+        if level > self._logged_level:
+            self._logged_level = level
+            state = "expired, no slots can be granted" if expired else "still valid"
+            logger.log(level, "%s: cannot reach the limiter (lease %s): %s", self.resource, state, error)
 
-    async def _exchange(self, worker: ActorHandle[TokenBucketWorker]) -> None:
-        """Send reports and heed their answers, until something fails, or this process has left the cluster."""
-        while ray.is_initialized():  # a call without that would start a cluster of its own
-            opened = time.monotonic()
-            call = asyncio.ensure_future(_result(worker.report.remote(tuple(self._gate.report()))))
-            self.reports += 1
-            while not call.done() and not await self._news_came(call, opened):
+    async def _exchange_reports(self, worker: ActorHandle[TokenBucketWorker]) -> None:
+        """Send reports and apply their answers, until a call fails or the process disconnects from the cluster."""
+        while ray.is_initialized():  # otherwise a remote call would start another cluster
+            sent_at = time.monotonic()
+            call: asyncio.Future[Any] = asyncio.ensure_future(worker.report.remote(tuple(self._queue.report())))
+            call.add_done_callback(_retrieve_exception)
+            self.reports_sent += 1
+            while not call.done() and not await self._must_report_again(call, sent_at):
                 pass
             if call.done() and (answer := call.result()) is not None:
-                self._heed(Lease(*answer))
+                self._apply_lease(Lease(*answer))
 
-    async def _news_came(self, call: asyncio.Future[Any], opened: float) -> bool:
-        """Wait a while for the answer to the open call. True: there is news to send without it, or it is lost."""
-        earliest = opened + max(BURST, self._gate.interval)
+    async def _must_report_again(self, call: asyncio.Future[Any], sent_at: float) -> bool:
+        """Wait for the answer to the open call, or for a change. Return True to send a report without the answer."""
+        earliest = sent_at + max(MIN_REPORT_INTERVAL_S, self._queue.report_interval)
         await asyncio.wait({call}, timeout=max(0.0, earliest - time.monotonic()))
-        patience = PATIENCE * max(self._ttl, self._gate.ttl) / RENEWALS_PER_LEASE
+        call_timeout = LOST_CALL_RENEWAL_INTERVALS * max(self._ttl, self._queue.lease.ttl) / RENEWALS_PER_LEASE
         if not call.done():
-            news = asyncio.ensure_future(self._news.wait())
+            change = asyncio.ensure_future(self._demand_changed.wait())
             try:
-                pause = self._gate.interval or patience
-                await asyncio.wait({call, news}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                timeout = self._queue.report_interval or call_timeout
+                await asyncio.wait({call, change}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                news.cancel()
-        self._news.clear()
-        self._told = False
-        return self._gate.has_news or time.monotonic() - opened > patience
+                change.cancel()
+        self._demand_changed.clear()
+        self._wake_scheduled = False
+        return self._queue.should_report or time.monotonic() - sent_at > call_timeout
 
-    def _heed(self, lease: Lease) -> None:
-        self._trouble = 0
-        if self._gate.apply(lease) and lease.limit != self._asked and lease.version != self._warned_of:
-            self._warned_of = lease.version
-            logger.warning(
-                "%s: asked for a limit of %d, but the cluster's is %d, and that holds. To change it for all: "
-                "toolroll limiter set %r %d",
-                self.resource,
-                self._asked,
-                lease.limit,
-                self.resource,
-                self._asked,
-            )
+    def _apply_lease(self, lease: Lease) -> None:
+        self._logged_level = 0
+        requested = self._requested_limit
+        if self._queue.apply(lease) and lease.limit != requested and lease.version != self._warned_version:
+            self._warned_version = lease.version
+            command = f"toolroll limiter set {self.resource!r} {requested}"
+            message = "%s: limit=%d ignored: the cluster uses limit=%d. To change it for all processes: %s"
+            logger.warning(message, self.resource, requested, lease.limit, command)
 
-    async def _be_watched(self) -> None:
-        """Have the death of this process noticed at once. Without it, its lease must run out first."""
+    async def _keep_watched(self) -> None:
+        """Register with the node's watcher. Without it, the slots of a dead process return when its lease ends."""
         pid = os.getpid()
         while True:
             try:
-                await _connected()
-                watching: Any = node_watcher().watch.remote(pid, birth(pid), self.resource, self.holder)
-                self.watched = await watching
+                await _wait_until_connected()
+                watch: Any = get_node_watcher().watch
+                self.watched = await watch.remote(pid, process_start_time(pid), self.resource, self.holder)
             except (RayError, RuntimeError, OSError) as error:
                 self.watched = False
-                logger.info("%s: not watched for the moment: %s", self.resource, error)
-            await asyncio.sleep(WATCH_AGAIN if self.watched else RETRY)
+                logger.info("%s: cannot register with the node watcher: %s", self.resource, error)
+            await asyncio.sleep(WATCH_REFRESH_INTERVAL_S if self.watched else LIMITER_RETRY_DELAY_S)
 
 
-async def _connected() -> None:
-    """Wait until this process is connected to Ray. To call an actor without that would start a cluster of its own."""
-    while not ray.is_initialized():  # noqa: ASYNC110 (Ray tells nobody)
-        await asyncio.sleep(RETRY)
+def _retrieve_exception(call: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging the exception of a call that a later one has superseded."""
+    if not call.cancelled():
+        call.exception()
 
 
-async def _result(reference: Any) -> Any:
-    return await reference
-
-
-class _Carrier:
-    """A thread with an event loop, for the calls of all limiters of this process."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="toolroll-limiter", daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-
-_the_carrier: _Carrier | None = None
-
-
-def _carrier() -> _Carrier:
-    global _the_carrier
-    if _the_carrier is None or _the_carrier.pid != os.getpid():  # a forked process hasn't its parent's threads
-        _the_carrier = _Carrier()
-    return _the_carrier
+async def _wait_until_connected() -> None:
+    """Wait until this process is connected to Ray. A remote call before that would start another cluster."""
+    while not ray.is_initialized():  # noqa: ASYNC110 (Ray has no event for it)
+        await asyncio.sleep(LIMITER_RETRY_DELAY_S)

@@ -1,11 +1,11 @@
-"""A pool that runs blocking functions under the limit, in a process of its own or in many.
+"""Run blocking functions on Ray workers, under the cluster's limit.
 
     pool = init_execution_pool(num_workers=16, rate_limit=32)
     answer = await pool.execute(fetch, url, timeout=10)
 
-The function is sent by Ray, so it may be any function. Its exception comes back as itself. A call that is cancelled
-while it waits takes nothing with it; one that is cancelled while its function runs keeps its slot until the function
-has ended, as a thread can't be stopped and what runs must be counted.
+Ray serializes the function, so any function works; its exceptions are raised in the caller. Cancelling a call that
+waits for a slot removes it from the queue. Cancelling a call whose function runs releases the slot only when the
+function ends, as a thread cannot be stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -22,57 +22,72 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
-from toolroll.limiter.limiter import get_limiter
+from toolroll._internal.cancellation import finish_despite_cancellation
+from toolroll.limiter.registry import get_limiter
 from toolroll.limiter.token_bucket import MAX_OPEN_CALLS
 
 T = TypeVar("T")
 
 
 class PoolMode(Enum):
-    """Where the functions run."""
+    """How an execution pool runs functions."""
 
     ThreadMode = 1
-    """All in one process, each in a thread: for functions that mostly wait."""
+    """In threads of one process: for functions that mostly wait."""
     ProcessMode = 2
-    """Each in a process that runs nothing else meanwhile: for functions that compute, or that may crash it."""
+    """In one process per function: for functions that compute, or that may crash the process."""
 
 
 class ExecutionWorker:
-    """Runs functions in threads, each under a slot. Ray makes actors of it; see `init_execution_pool`."""
+    """Runs functions in threads, each in a slot. Created as a Ray actor by `init_execution_pool`."""
 
     def __init__(self, threads: int, resource: str, rate_limit: int | None) -> None:
-        self._threads = ThreadPoolExecutor(threads)
-        self._free = asyncio.Semaphore(threads)
+        self._executor = ThreadPoolExecutor(threads)
+        self._free_threads = asyncio.Semaphore(threads)
         self._limiter = None if rate_limit is None else get_limiter(resource, rate_limit)
 
     async def execute(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the function and give back what it returns."""
-        async with AsyncExitStack() as stack:
-            # A thread first: a slot that waits for a thread would be kept from those who could use it.
-            await stack.enter_async_context(self._free)
-            if self._limiter is not None:
-                await stack.enter_async_context(self._limiter.slot())
-            running = asyncio.get_running_loop().run_in_executor(self._threads, partial(fn, *args, **kwargs))
-            try:
-                return await asyncio.shield(running)
-            except asyncio.CancelledError:
-                await asyncio.wait({running})
-                raise
+        """Run a blocking function in a thread, in a slot of the limiter.
+
+        Args:
+            fn: Function to run.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            The function's result.
+        """
+        slot = nullcontext() if self._limiter is None else self._limiter.slot()
+        # The thread before the slot: a slot that waits for a thread would be unavailable to other workers.
+        async with self._free_threads, slot:
+            loop = asyncio.get_running_loop()
+            return await finish_despite_cancellation(loop.run_in_executor(self._executor, partial(fn, *args, **kwargs)))
 
 
 class ExecutionPool:
-    """Workers, and the calls that are under way on them."""
+    """Workers that run blocking functions. Created by `init_execution_pool`."""
 
     def __init__(self, workers: list[ActorHandle[ExecutionWorker]]) -> None:
         self.workers = workers
         self._load = [0] * len(workers)
 
     async def execute(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run `fn(*args, **kwargs)` on the pool. What it raises is raised here."""
-        number = self._load.index(min(self._load))
-        self._load[number] += 1
-        execute = cast("Any", self.workers[number]).execute
-        reference = execute.remote(fn, *args, **kwargs)
+        """Run `fn(*args, **kwargs)` on the worker with the fewest running calls.
+
+        Args:
+            fn: Function to run. It and its arguments must be serializable by Ray.
+            args: Positional arguments of the function.
+            kwargs: Keyword arguments of the function.
+
+        Returns:
+            The function's result.
+
+        Raises:
+            Exception: Any exception of the function.
+        """
+        index = self._load.index(min(self._load))
+        self._load[index] += 1
+        reference = cast("Any", self.workers[index]).execute.remote(fn, *args, **kwargs)
         try:
             return cast("T", await reference)
         except asyncio.CancelledError:
@@ -81,10 +96,10 @@ class ExecutionPool:
         except RayTaskError as error:
             raise error.cause from None
         finally:
-            self._load[number] -= 1
+            self._load[index] -= 1
 
     def close(self) -> None:
-        """End the workers, whatever they run."""
+        """Kill the workers and the functions that they run."""
         for worker in self.workers:
             ray.kill(worker)
 
@@ -97,14 +112,18 @@ def init_execution_pool(
     *,
     resource: str = "execution",
 ) -> ExecutionPool:
-    """A pool of `num_workers` threads or processes, with no more than `rate_limit` functions running over the cluster.
+    """Start a pool of threads or processes that run blocking functions under a limit.
 
     Args:
-        num_workers: How many functions this pool runs at once.
-        enable_global_rate_limit: Whether the limit holds at all.
-        rate_limit: How many run at once over all pools of the cluster that name the same resource.
-        mode: Threads of one process, or processes.
-        resource: What is limited.
+        num_workers: Maximum number of functions that this pool runs at the same time.
+        enable_global_rate_limit: Whether to apply `rate_limit`.
+        rate_limit: Maximum number of functions that run at the same time, over all pools of the cluster with the same
+            resource.
+        mode: Whether functions run in threads of one process or in separate processes.
+        resource: Name of the limited resource.
+
+    Returns:
+        The pool. Call its `close` method to stop the workers.
     """
     count, threads = (1, num_workers) if mode is PoolMode.ThreadMode else (num_workers, 1)
     worker = ray.remote(ExecutionWorker).options(num_cpus=0, max_concurrency=MAX_OPEN_CALLS)

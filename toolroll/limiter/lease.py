@@ -1,115 +1,123 @@
-"""A lease: so many slots, for so long. The two messages about it, and the holder's side of it. Pure: time is passed in.
+"""Messages between a holder and the ledger, and the holder's side of a lease.
 
-A holder (a process) sends a `Report`; the `Lease` that answers it says how many slots the holder may use. `Allowance`
-is what the holder makes of it, and keeps these rules, on which the ledger's arithmetic rests:
+A holder is a process that uses slots. It sends a `HolderReport`; the ledger answers with a `Lease` that grants a number
+of slots for a limited time. `LeasedSlots` tracks the slots that the holder may use. The module has no clock and no I/O:
+the caller passes the time, in seconds.
 
-- Only the answer to the latest report counts: a lease names the report that it answers. Once a new report is sent, no
-  earlier answer is ever heeded, however late it comes.
-- A lease's life is counted from the sending of its report, and nothing is begun after `STOP_AT` of it.
-- Nothing is begun that may last longer than the latest report said and the lease confirmed.
+Invariants of the holder, on which the ledger relies:
+
+- Only the answer to the latest report is applied. After a new report, answers to earlier reports are ignored.
+- A lease's lifetime starts when its report is sent. No work starts after `USABLE_LEASE_FRACTION` of it.
+- No work starts that may last longer than the latest report announced and the lease confirmed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
-STOP_AT = 0.9
-"""The part of a lease's life after which nothing more is begun: the rest is for clocks that don't run alike."""
+USABLE_LEASE_FRACTION = 0.9
+"""Fraction of a lease's lifetime in which work may start. The rest allows for clocks of different speed."""
 
 
-class Report(NamedTuple):
-    """What a holder says. Sent as a plain tuple."""
+HolderFence = Callable[[str, int], Awaitable[int | None]]
+"""Function that makes a resource reject the work of a holder, given the holder's name and the number of its last lease.
+
+It returns the number of slots whose work still runs, or None if that is unknown. The limiter's actor calls it, so it
+must be serializable.
+"""
+
+
+class HolderReport(NamedTuple):
+    """State of one holder. Sent as a plain tuple."""
 
     holder: str
+    """Unique name of the holder."""
     seq: int
-    """Counts up."""
+    """Sequence number, which increases with each report."""
     has: int
-    """Slots that it may use now, by the lease that it has; 0 once that has run out."""
+    """Slots that the holder may use by its current lease; 0 if the lease has expired."""
     in_use: int
-    """Slots that it uses now; more than `has` while a lease shrinks."""
+    """Slots in use. Exceeds `has` while a lease shrinks."""
     wants: int
-    """Slots that it would use if it had them: those in use, and one for each that waits."""
+    """Slots in use plus the number of waiters."""
     hold: float
-    """Seconds that anything it runs, or may begin before its next report, can last from now on."""
-    ttl: float
-    """The life of the lease that it has, so that a restarted ledger knows how long to listen."""
-    limit: int
-    """The limit as it last heard it, so that a restarted ledger learns it."""
-    version: int
-    """The version of that limit; 0 is the one that the ledger was made with."""
+    """Maximum remaining duration of any work that runs, or may start before the next report, in seconds."""
 
 
 class Lease(NamedTuple):
-    """The answer to a report. Sent as a plain tuple."""
+    """Answer to a report. Sent as a plain tuple. The defaults are the state before the first answer."""
 
-    seq: int
-    """Of the report that it answers."""
-    capacity: int
+    seq: int = 0
+    """Sequence number of the answered report."""
+    capacity: int = 0
     """Slots that the holder may use."""
-    ttl: float
-    """For how long, counted from the sending of the report."""
-    contended: bool
-    """Slots are short: say promptly when fewer are wanted."""
-    interval: float
-    """Seconds between reports of changes, while slots are short."""
-    limit: int
-    version: int
+    ttl: float = 0.0
+    """Lifetime of the lease in seconds, starting when the report was sent."""
+    contended: bool = False
+    """Whether more slots are wanted than exist. If so, the holder reports promptly when it needs fewer."""
+    interval: float = 0.0
+    """Interval between reports of changes while slots are contended, in seconds."""
+    limit: int = 0
+    """Limit of the whole cluster."""
+    version: int = 0
+    """Version of the limit."""
 
 
 @dataclass
-class Allowance:
-    """What a holder may use, by its lease."""
+class LeasedSlots:
+    """Slots that a holder may use by its current lease."""
 
     holder: str
-    limit: int = 0
-    version: int = 0
-    capacity: int = 0
-    ends: float = float("-inf")
-    """When the lease may no longer be used."""
-    contended: bool = False
-    interval: float = 0.0
-    ttl: float = 0.0
-    """The life of the lease, from the sending of its report; 0 before there was any."""
+    """Unique name of the holder."""
+    lease: Lease = field(default_factory=Lease)
+    """The current lease. Before the first one, its `ttl` is 0."""
+    expires_at: float = -inf
+    """Time after which no work may start by the lease."""
     _seq: int = 0
-    _sent: float = 0.0
-    _hold_said: float = 0.0
-    """In the latest report."""
+    _sent_at: float = 0.0
+    _hold_reported: float = 0.0
     _hold_confirmed: float = 0.0
-    """By the lease: the report that it answered had arrived."""
 
     @classmethod
-    def fixed(cls, limit: int) -> Allowance:
-        """One that never runs out and that nobody else has a share of."""
-        for_ever = float("inf")
-        return cls("local", limit, 0, limit, for_ever, _hold_said=for_ever, _hold_confirmed=for_ever)
+    def fixed(cls, limit: int) -> LeasedSlots:
+        """Return slots of a single process, which never expire."""
+        lease = Lease(capacity=limit, limit=limit)
+        return cls("local", lease, expires_at=inf, _hold_reported=inf, _hold_confirmed=inf)
 
     def usable(self, now: float) -> int:
-        """Slots that may be used now."""
-        return self.capacity if now < self.ends else 0
+        """Return the number of slots that may be in use now."""
+        return self.lease.capacity if now < self.expires_at else 0
 
     def allows(self, hold: float) -> bool:
-        """Whether something may be begun that lasts `hold` seconds."""
-        return hold <= self._hold_said and hold <= self._hold_confirmed
+        """Return True if work that lasts `hold` seconds may start."""
+        return hold <= self._hold_reported and hold <= self._hold_confirmed
 
-    def report(self, now: float, *, in_use: int, wants: int, hold: float) -> Report:
-        """The next report. Sending it makes every earlier answer void."""
-        self._seq += 1
-        self._sent, self._hold_said = now, hold
-        has = self.usable(now)
-        return Report(self.holder, self._seq, has, in_use, wants, hold, self.ttl, self.limit, self.version)
+    @property
+    def token(self) -> str | None:
+        """Name of the lease by which slots are granted now, which requests carry; None for slots of a single process.
 
-    def end(self) -> None:
-        """Use nothing more, and heed no answer that is still under way."""
+        It has the form "holder/number", and the numbers of a holder's leases increase.
+        """
+        return f"{self.holder}/{self.lease.seq}" if self.lease.seq else None
+
+    def report(self, now: float, *, in_use: int, wants: int, hold: float) -> HolderReport:
+        """Return the next report. Answers to earlier reports are ignored from now on."""
         self._seq += 1
-        self.capacity, self.ends = 0, float("-inf")
+        self._sent_at, self._hold_reported = now, hold
+        return HolderReport(self.holder, self._seq, self.usable(now), in_use, wants, hold)
+
+    def terminate(self) -> None:
+        """Give up the lease and ignore any answer that is still in transit."""
+        self._seq += 1
+        self.expires_at = -inf
 
     def apply(self, lease: Lease) -> bool:
-        """Heed an answer. False: it answers an earlier report, and is void."""
+        """Apply an answer of the ledger. Return False if it answers an earlier report and was ignored."""
         if lease.seq != self._seq:
             return False
-        self.capacity, self.ends = lease.capacity, self._sent + STOP_AT * lease.ttl
-        self.contended, self.interval = lease.contended, lease.interval
-        self.ttl, self._hold_confirmed = lease.ttl, self._hold_said
-        self.limit, self.version = lease.limit, lease.version
+        self.lease, self._hold_confirmed = lease, self._hold_reported
+        self.expires_at = self._sent_at + USABLE_LEASE_FRACTION * lease.ttl
         return True

@@ -1,83 +1,114 @@
-"""The ledger: one limit, divided among holders by leases. Pure: no clock, no I/O; time is passed in, in seconds.
+"""Division of one limit among holders by leases. No clock and no I/O: the caller passes the time, in seconds.
 
-What keeps the slots in use within the limit, together with the rules of the holder's side (lease.py):
+Invariant: slots in use never exceed the limit. Four rules ensure it, together with the rules of the holders (lease.py):
 
-1. **Reserved before offered.** A holder may use what it last said that it has, or what it was offered since, and may be
-   using more than either while its lease shrinks. The largest of these is reserved for it; only what is reserved for
-   nobody is offered.
-2. **Expiry.** The ledger takes a lease back after its whole life, counted from the arrival of the report that it
-   answered. The holder stopped earlier: at a part of that life, counted from the sending.
-3. **Quarantine.** The work of a holder that died or fell silent may still run, for as long as its report said. All that
-   was reserved for it stays reserved so long.
-4. **Learning.** A restarted ledger knows nothing. For one lease length it confirms what holders say that they have and
-   gives out nothing new. The limit comes back with their reports.
+1. **Reservation before offer.** A holder may use the slots that it last reported, or those that it was offered since,
+   and may be using more than either while its lease shrinks. The maximum of the three is reserved for it. Only
+   unreserved slots are offered.
+2. **Expiry.** The ledger reclaims a lease at the end of its lifetime, counted from the arrival of the report that it
+   answered. The holder has stopped starting work earlier: it counts from the sending and uses only a part.
+3. **Quarantine.** Work of a dead or silent holder may still run, up to the duration in its last report. Its reserved
+   slots stay reserved until then, or until the resource confirms that it has fenced the holder's leases (rejects work
+   that was granted by them) and how much of that work still runs.
+4. **Learning.** The caller saves a `Checkpoint` before a holder gets its first lease or has a longer duration
+   confirmed. A ledger that is restored from it confirms the slots that holders report and grants no others, until each
+   holder of the checkpoint has reported, is fenced, or has had the time to end its lease and its work.
 
-Slots are divided in proportion to what each holder wants, and only by `divide`: once per tick, whatever the number of
-reports. A holder loses slots only to one that wants them, or to a lower limit. Where there are fewer slots than holders
-they go round, so that nobody starves.
+`divide` computes the shares, in proportion to the slots that each holder wants, once per tick and independently of the
+number of reports. A holder loses slots only to a holder that wants them, or to a lower limit. If there are fewer slots
+than holders, the slots rotate so that no holder starves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from toolroll.limiter.lease import Lease, Report
+from toolroll.limiter.lease import HolderReport, Lease
 
-LEASE_TTL = 10.0
-"""Seconds that a lease lasts, at the least: so long it takes until the slots of a silent holder come back."""
+LEASE_TTL_S = 10.0
+"""Minimum lifetime of a lease. The slots of a silent holder become available after it."""
 
 RENEWALS_PER_LEASE = 4
-"""How often a lease is renewed in its life, so that one lost message doesn't end it."""
+"""Renewals during the lifetime of a lease. More than one, so that a lost message does not end it."""
 
-RENEWALS_PER_SECOND = 500.0
-"""How many renewals a second one ledger asks for. With more holders than that allows, leases last longer."""
+MAX_RENEWALS_PER_S = 500.0
+"""Maximum rate of renewals for one ledger. With many holders, leases last longer."""
 
-PROMPT = 0.05
-"""Seconds between a holder's reports of changes while slots are short, at the least."""
+MIN_CHANGE_REPORT_INTERVAL_S = 0.05
+"""Minimum interval between a holder's reports of changes while slots are contended."""
 
-PROMPT_PER_SECOND = 1000.0
-"""How many such reports a second one ledger asks for. With more holders than that allows, they report less often."""
+MAX_CHANGE_REPORTS_PER_S = 1000.0
+"""Maximum rate of such reports for one ledger. With many holders, the interval grows."""
 
-ROUND = 0.2
-"""Seconds for which a holder keeps an odd slot that others have as good a claim to, at the least."""
+CONTENDED_TICK_INTERVAL_S = 0.05
+"""Maximum interval between two divisions while a holder waits for slots."""
+
+MIN_ROTATION_PERIOD_S = 0.2
+"""Minimum time for which a holder keeps a remainder slot that other holders are equally entitled to."""
+
+ALL_LEASES = 2**53
+"""Number that no lease reaches. A dead holder is fenced up to it."""
 
 
 @dataclass(slots=True)
 class Holder:
-    """What the ledger knows of a holder."""
+    """The ledger's state of one holder."""
 
     seq: int = 0
-    heard: float = 0.0
-    """When its latest report arrived."""
+    """Sequence number of the latest report."""
+    reported_at: float = 0.0
+    """Arrival time of the latest report."""
     has: int = 0
+    """Slots of its lease, by the latest report."""
     offered: int = 0
-    """By the answer to its latest report; 0 while there is none."""
+    """Slots in the answer to the latest report; 0 before the answer."""
     in_use: int = 0
     wants: int = 0
     hold: float = 0.0
-    hold_grew: bool = False
-    """It waits to hear that a longer one than before is known here."""
+    longest_hold: float = 0.0
+    """Longest `hold` of all reports."""
+    revision: int = 0
+    """Revision of the checkpoint that must be saved before this holder gets an answer."""
+    hold_increased: bool = False
+    """Whether the latest report announced a longer `hold`, which the holder needs to have confirmed."""
     target: int = 0
-    """What it should have, by the latest division."""
+    """Slots that the latest division assigned to it."""
     credit: float = 0.0
-    """By how much it has been short of its exact share, or over it: decides who gets the odd slots."""
+    """Accumulated difference between its exact share and its target. Decides who gets the remainder slots."""
 
     @property
     def reserved(self) -> int:
-        """The most that it may be using until it is heard from again."""
+        """Maximum number of slots that it may use until its next report."""
         return max(self.has, self.offered, self.in_use)
 
 
 class Quarantine(NamedTuple):
-    """Slots whose work may still run though their holder is gone."""
+    """Slots of a dead or silent holder, whose work may still run."""
 
-    slots: int
+    slots: int | None
+    """Number of slots; None if unknown, because the ledger was restarted and the holder has not reported."""
     until: float
+    """Time at which the work has certainly ended."""
+    longest_hold: float
+    fence: int | None
+    """Number of the holder's last lease, up to which the resource may reject its work; None if it may have a valid
+    lease."""
 
 
-class Standing(NamedTuple):
-    """The ledger at a glance. Sent as a plain tuple."""
+class Checkpoint(NamedTuple):
+    """State from which a lost ledger is restored."""
+
+    limit: int
+    version: int
+    ttl: float
+    holders: Mapping[str, tuple[float, int | None]]
+    """`longest_hold` and `fence` of each holder that may have slots."""
+
+
+class LimiterStatus(NamedTuple):
+    """Summary of a ledger. Sent as a plain tuple."""
 
     limit: int
     version: int
@@ -86,7 +117,7 @@ class Standing(NamedTuple):
     holders: int
     quarantined: int
     reserved: int
-    """Slots that may be in use: held, offered, or in quarantine."""
+    """Slots that may be in use: leased, offered, or in quarantine."""
     learning: bool
 
 
@@ -95,169 +126,237 @@ class Ledger:
     """Divides `limit` slots among holders."""
 
     limit: int
-    ttl: float = LEASE_TTL
-    """Grows with the number of holders and never shrinks, as older leases go on for what they were made for."""
+    ttl: float = LEASE_TTL_S
+    """Lifetime of a lease. Grows with the number of holders and never shrinks, as earlier leases stay valid."""
     version: int = 0
-    restarted: float | None = None
-    """When this ledger began in the place of one that was lost; None for the first."""
     holders: dict[str, Holder] = field(default_factory=dict)
     quarantine: dict[str, Quarantine] = field(default_factory=dict)
     contended: bool = False
-    """More is wanted than there is, by the latest division."""
+    """Whether more slots were wanted than available in the latest division."""
     reserved: int = 0
-    """Slots that may be in use: held, offered, or in quarantine."""
-    _learn_for: float = 0.0
-    _buried: dict[str, float] = field(default_factory=dict)
-    """Holders known to be dead, until no message of theirs can be under way."""
-    _divided: float | None = None
+    """Slots that may be in use: leased, offered, or in quarantine."""
+    learning: bool = False
+    """Whether this ledger was restored and does not know all leases yet."""
+    revision: int = 1
+    """Number that increases when the checkpoint changes."""
+    ttl_revision: int = 1
+    """Revision of the checkpoint that must be saved before any lease is granted, as it has the lifetime of leases."""
+    _dead_until: dict[str, float] = field(default_factory=dict)
+    """Dead holders, with the time until which their messages may still arrive."""
+    _divided_at: float | None = None
 
-    def __post_init__(self) -> None:
-        self._learn_for = self.ttl
+    @classmethod
+    def restore(cls, saved: Checkpoint, now: float) -> Self:
+        """Return a ledger that replaces a lost one.
 
-    def report(self, report: Report, now: float) -> bool:
-        """Take a report in. False: it is void (late, doubled, or a dead holder's), and gets no answer."""
-        if report.holder in self._buried:
+        Args:
+            saved: The last checkpoint of the lost ledger.
+            now: Current time.
+        """
+        ledger = cls(saved.limit, saved.ttl, saved.version, learning=bool(saved.holders))
+        for name, (hold, fence) in saved.holders.items():
+            ledger.quarantine[name] = Quarantine(None, now + saved.ttl + hold, hold, fence)
+        return ledger
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the state that a replacement of this ledger needs."""
+        holders = {name: (entry.longest_hold, entry.fence) for name, entry in self.quarantine.items()}
+        return Checkpoint(
+            self.limit,
+            self.version,
+            self.ttl,
+            holders | {name: (holder.longest_hold, None) for name, holder in self.holders.items()},
+        )
+
+    def report(self, report: HolderReport, now: float) -> bool:
+        """Record a report. Return False if it is late, duplicated or from a dead holder: it then gets no answer."""
+        if report.holder in self._dead_until:
             return False
-        holder = self.holders.get(report.holder)
+        holder, has = self.holders.get(report.holder), report.has
         if holder is None:
-            self._end_quarantine(report.holder)  # it is back, and says itself what it still runs
-            holder = self.holders[report.holder] = Holder()
+            # The holder is back, and its report includes the work in quarantine. Slots beyond those in quarantine are
+            # no longer reserved for it, so that a lease which the report still mentions has expired.
+            returned = self._end_quarantine(report.holder)
+            if returned is None or returned.slots is not None:
+                has = min(has, (returned and returned.slots) or 0)
+            holder = self.holders[report.holder] = Holder(longest_hold=returned.longest_hold if returned else 0.0)
+            holder.revision = self._next_revision()
         elif report.seq <= holder.seq:
             return False
-        if report.version > self.version:
-            self.limit, self.version = report.limit, report.version
-        self._learn_for = max(self._learn_for, report.ttl, report.hold)
-        self.ttl = max(self.ttl, len(self.holders) / RENEWALS_PER_SECOND * RENEWALS_PER_LEASE)
-        holder.hold_grew = report.hold > holder.hold
-        holder.seq, holder.heard, holder.hold = report.seq, now, report.hold
+        if report.hold > holder.longest_hold:
+            holder.longest_hold, holder.revision = report.hold, self._next_revision()
+        ttl = len(self.holders) / MAX_RENEWALS_PER_S * RENEWALS_PER_LEASE
+        if ttl > self.ttl:
+            self.ttl, self.ttl_revision = ttl, self._next_revision()
+        holder.hold_increased = report.hold > holder.hold
+        holder.seq, holder.reported_at, holder.hold = report.seq, now, report.hold
         holder.wants = max(report.wants, report.in_use)
-        self._book(holder, has=report.has, offered=0, in_use=report.in_use)
+        self._update_reservation(holder, has=has, offered=0, in_use=report.in_use)
         return True
 
-    def gone(self, name: str, now: float) -> None:
-        """A holder is dead for certain: it begins nothing more. What it ran stays in quarantine."""
-        self._buried[name] = now + 2 * self.ttl
+    def mark_dead(self, name: str, now: float) -> None:
+        """Remove a holder whose process is certainly dead. Its slots go into quarantine."""
+        self._dead_until[name] = now + 2 * self.ttl
         if name in self.holders:
-            self._set_aside(name, now)
+            self._quarantine_holder(name, now)
+        if name in self.quarantine:
+            self.quarantine[name] = self.quarantine[name]._replace(fence=ALL_LEASES)
+            self._next_revision()
 
-    def leave(self, name: str, now: float) -> None:
-        """A holder says goodbye: it uses nothing, and will use nothing."""
-        self._buried[name] = now + 2 * self.ttl
+    def fences(self) -> dict[str, int]:
+        """Return the holders whose work the resource may reject, each with the number of its last lease."""
+        return {name: entry.fence for name, entry in self.quarantine.items() if entry.fence is not None}
+
+    def confirm_fence(self, name: str, fence: int, running: int) -> None:
+        """Record that the resource rejects a holder's work, and how much of it still runs.
+
+        Args:
+            name: Name of the holder.
+            fence: Number of the lease up to which work is rejected, as returned by `fences`. Ignored if it is no
+                longer valid, because the holder is back.
+            running: Number of slots whose work still runs.
+        """
+        entry = self.quarantine.get(name)
+        if entry is None or entry.fence != fence:
+            return
+        if not running:
+            self._end_quarantine(name)
+        elif entry.slots is None or running < entry.slots:
+            self.reserved += running - (entry.slots or 0)
+            self.quarantine[name] = entry._replace(slots=running)
+
+    def deregister(self, name: str, now: float) -> None:
+        """Remove a holder that uses no slots any more. Its slots are available at once."""
+        self._dead_until[name] = now + 2 * self.ttl
+        self._end_quarantine(name)
         if holder := self.holders.pop(name, None):
             self.reserved -= holder.reserved
+            self._next_revision()
 
     def set_limit(self, limit: int) -> int:
-        """Change the limit. Returns its version, which every lease carries from now on."""
+        """Change the limit. Return its version, which every later lease carries."""
         self.limit, self.version = limit, self.version + 1
+        self._next_revision()
         return self.version
 
     def divide(self, now: float) -> None:
-        """Take back what has run out, and work out anew what each holder should have (its `target`)."""
+        """Reclaim expired leases and compute the target of each holder."""
         self._expire(now)
-        elapsed = 0.0 if self._divided is None else now - self._divided
-        self._divided = now
+        elapsed = 0.0 if self._divided_at is None else now - self._divided_at
+        self._divided_at = now
         available = max(0, self.limit - self.quarantined)
         wanted = sum(holder.wants for holder in self.holders.values())
         self.contended = wanted > available
         if self.contended:
-            self._share(available, wanted, elapsed)
+            self._divide_contended(available, wanted, elapsed)
         else:
-            self._satisfy(available, wanted)
+            self._divide_uncontended(available, wanted)
 
-    def answer(self, name: str, now: float, *, due: bool) -> Lease | None:
-        """The answer to a holder's latest report, or None where there is nothing new to say and none is due yet."""
+    def answer(self, name: str, *, due: bool) -> Lease | None:
+        """Return the answer to a holder's latest report, or None if nothing changed and no answer is due."""
         holder = self.holders[name]
         capacity = holder.has
-        if not self.learning(now):
-            free = max(0, self.limit - self.reserved)
-            capacity = min(holder.target, holder.reserved + free)
-        if capacity == holder.has and not due and not holder.hold_grew:
+        if not self.learning:
+            unreserved = self.limit - (self.reserved - holder.reserved)  # by other holders
+            capacity = min(holder.target, max(holder.has, unreserved))
+        if capacity == holder.has and not due and not holder.hold_increased:
             return None
-        self._book(holder, has=holder.has, offered=capacity, in_use=holder.in_use)
-        return Lease(holder.seq, capacity, self.ttl, self.contended, self.interval, self.limit, self.version)
-
-    def learning(self, now: float) -> bool:
-        """Whether this ledger is still finding out who has what."""
-        return self.restarted is not None and now < self.restarted + self._learn_for
+        self._update_reservation(holder, has=holder.has, offered=capacity, in_use=holder.in_use)
+        return Lease(holder.seq, capacity, self.ttl, self.contended, self.report_interval, self.limit, self.version)
 
     @property
-    def renewal(self) -> float:
-        """Seconds after which a report is answered even if there is nothing new to say."""
+    def renewal_interval(self) -> float:
+        """Time after which a report is answered even if nothing changed, in seconds."""
         return self.ttl / RENEWALS_PER_LEASE
 
     @property
-    def interval(self) -> float:
-        """Seconds between a holder's reports of changes, while slots are short."""
-        return max(PROMPT, len(self.holders) / PROMPT_PER_SECOND)
+    def max_tick_interval(self) -> float | None:
+        """Time after which to divide again without a report, in seconds, or None if only a report changes anything."""
+        if self.contended or self.quarantine:
+            return CONTENDED_TICK_INTERVAL_S
+        return self.renewal_interval / 5 if self.holders else None
+
+    @property
+    def report_interval(self) -> float:
+        """Interval between a holder's reports of changes while slots are contended, in seconds."""
+        return max(MIN_CHANGE_REPORT_INTERVAL_S, len(self.holders) / MAX_CHANGE_REPORTS_PER_S)
 
     @property
     def quarantined(self) -> int:
-        """Slots that may be in use though nobody holds them."""
-        return sum(kept.slots for kept in self.quarantine.values())
+        """Number of slots in quarantine."""
+        return sum(entry.slots or 0 for entry in self.quarantine.values())
 
-    def standing(self, now: float) -> Standing:
-        """The ledger at a glance."""
+    def status(self) -> LimiterStatus:
+        """Return a summary of the ledger."""
         in_use = sum(holder.in_use for holder in self.holders.values())
         waiting = sum(holder.wants for holder in self.holders.values()) - in_use
         counts = len(self.holders), self.quarantined, self.reserved
-        return Standing(self.limit, self.version, in_use, waiting, *counts, self.learning(now))
+        return LimiterStatus(self.limit, self.version, in_use, waiting, *counts, self.learning)
 
-    def _book(self, holder: Holder, *, has: int, offered: int, in_use: int) -> None:
-        """The one place where a holder's reservation changes, so that the sum is kept without adding it all up."""
+    def _update_reservation(self, holder: Holder, *, has: int, offered: int, in_use: int) -> None:
+        """Change a holder's reservation and the total. No other method changes them."""
         self.reserved -= holder.reserved
         holder.has, holder.offered, holder.in_use = has, offered, in_use
         self.reserved += holder.reserved
 
     def _expire(self, now: float) -> None:
-        for name in [name for name, holder in self.holders.items() if now >= holder.heard + self.ttl]:
-            self._set_aside(name, now)
-        for name in [name for name, kept in self.quarantine.items() if now >= kept.until]:
+        for name in [name for name, holder in self.holders.items() if now >= holder.reported_at + self.ttl]:
+            self._quarantine_holder(name, now)
+        for name in [name for name, entry in self.quarantine.items() if now >= entry.until]:
             self._end_quarantine(name)
-        for name in [name for name, until in self._buried.items() if now >= until]:
-            del self._buried[name]
+        for name in [name for name, until in self._dead_until.items() if now >= until]:
+            del self._dead_until[name]
+        self.learning = self.learning and any(entry.slots is None for entry in self.quarantine.values())
 
-    def _set_aside(self, name: str, now: float) -> None:
-        """From holder to quarantine: the reservation stays, for as long as what it runs may last."""
+    def _quarantine_holder(self, name: str, now: float) -> None:
         holder = self.holders.pop(name)
         if holder.reserved:
-            self.quarantine[name] = Quarantine(holder.reserved, now + holder.hold)
+            self.quarantine[name] = Quarantine(holder.reserved, now + holder.hold, holder.longest_hold, holder.seq)
+        self._next_revision()
 
-    def _end_quarantine(self, name: str) -> None:
-        if kept := self.quarantine.pop(name, None):
-            self.reserved -= kept.slots
+    def _end_quarantine(self, name: str) -> Quarantine | None:
+        if entry := self.quarantine.pop(name, None):
+            self.reserved -= entry.slots or 0
+            self._next_revision()
+        return entry
 
-    def _satisfy(self, available: int, wanted: int) -> None:
-        """There is enough: each gets what it wants, and keeps what it has beyond that unless it is needed elsewhere.
+    def _next_revision(self) -> int:
+        self.revision += 1
+        return self.revision
 
-        A holder whose wants have grown gets as much again, so that it needn't ask at every step.
+    def _divide_uncontended(self, available: int, wanted: int) -> None:
+        """Give each holder the slots that it wants, and leave it more if no other holder needs them.
+
+        A holder that wants more than it has gets up to twice that number, so that it need not ask at every step.
         """
         spare = available - wanted
         slack = sum(max(0, holder.has - holder.wants) for holder in self.holders.values())
         for holder in self.holders.values():
-            beyond = max(0, holder.has - holder.wants)
+            extra = max(0, holder.has - holder.wants)
             if slack > spare:
-                beyond = beyond * spare // slack
+                extra = extra * spare // slack
             elif holder.wants > holder.has:
-                beyond = min(holder.wants, (spare - slack) // len(self.holders))
-            holder.target = holder.wants + beyond
+                extra = min(holder.wants, (spare - slack) // len(self.holders))
+            holder.target = holder.wants + extra
 
-    def _share(self, available: int, wanted: int, elapsed: float) -> None:
-        """There is too little: each gets its proportion, rounded down; the odd slots go to those who are owed most.
+    def _divide_contended(self, available: int, wanted: int, elapsed: float) -> None:
+        """Give each holder its proportion, rounded down, and the remainder to the holders with the highest credit.
 
-        Who has an odd slot keeps it until another is owed a whole one more: slots that jump about are of use to nobody.
+        A holder keeps a remainder slot until another holder's credit exceeds its own by a whole slot. This keeps slots
+        from moving all the time.
         """
-        round_length = max(ROUND, 4 * self.interval)
-        claims: list[tuple[float, Holder]] = []
-        left = available
+        rotation_period = max(MIN_ROTATION_PERIOD_S, 4 * self.report_interval)
+        candidates: list[tuple[float, Holder]] = []
+        remainder = available
         for holder in self.holders.values():
             exact = available * holder.wants / wanted
-            # In parts of its share: to have none is hard, to have seven of eight is not worth the moving about.
-            owed = (exact - holder.target) / max(1.0, exact) * elapsed / round_length
+            # Relative to its share: 0 instead of 1 slot starves a holder, 7 instead of 8 hardly matters.
+            owed = (exact - holder.target) / max(1.0, exact) * elapsed / rotation_period
             holder.credit = min(2.0, max(-2.0, holder.credit + owed))
             holder.target = int(exact)
-            left -= holder.target
+            remainder -= holder.target
             if holder.wants > holder.target:
-                claims.append((holder.credit + (holder.has > holder.target), holder))
-        claims.sort(key=lambda claim: claim[0], reverse=True)
-        for _, holder in claims[:left]:
+                candidates.append((holder.credit + (holder.has > holder.target), holder))
+        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        for _, holder in candidates[:remainder]:
             holder.target += 1

@@ -1,181 +1,231 @@
-"""TokenBucketWorker: the ledger as a Ray actor, one per resource for the whole cluster.
+"""Ray actor that runs the ledger of one resource for the whole cluster.
 
-It is detached, restarted without end, and named after its resource in a namespace of its own, so that every job on the
-cluster finds the same one and none takes it along when it ends. It lives on the head node, which the cluster can't
-lose.
+The actor is detached, is restarted without limit, and has the resource's name in toolroll's own namespace. Every job of
+the cluster finds the same actor, and no job stops it by ending. It runs on the head node, without which there is no
+cluster.
 
-A report is answered when there is something new to say, at the latest after a part of the lease's life: so every holder
-has one call open here, and a change reaches all at once. Slots are divided once per tick, whatever the number of
-reports; a tick takes no more than a tenth of the actor's time.
+A report is answered when its lease changes, or after a fraction of the lease's lifetime. So each holder has one open
+call, and changes reach all holders at once. Slots are divided once per tick, independently of the number of reports.
+Ticks take at most a tenth of the actor's time.
+
+The ledger's checkpoint is in Ray's key-value store. It is saved before any holder gets a lease that a restarted actor
+must know of. A renewal does not change it, so that it is rarely written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import time
-import warnings
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from toolroll.limiter.lease import Lease, Report
-from toolroll.limiter.ledger import LEASE_TTL, Ledger, Standing
+from toolroll.limiter.lease import HolderFence, HolderReport, Lease
+from toolroll.limiter.ledger import LEASE_TTL_S, Checkpoint, Ledger, LimiterStatus
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "toolroll"
-"""Ray's namespace for all actors of ours: not the job's own, or each job would have its own limit."""
+RAY_NAMESPACE = "toolroll"
+"""Ray namespace of toolroll's actors. Not the job's namespace, as all jobs share a limit."""
 
-PREFIX = "limiter:"
+ACTOR_NAME_PREFIX = "limiter:"
 
 MAX_OPEN_CALLS = 1_000_000
-"""Each holder has a call open here, and one more for a moment while it sends the next. Ray's own default is 1,000."""
+"""Maximum number of concurrent calls. Each holder has one or two; Ray's default is 1,000."""
 
-TICK = 0.002
-"""Seconds between a report and the division that heeds it, at the least: what arrives meanwhile is divided with it."""
+MIN_TICK_INTERVAL_S = 0.002
+"""Minimum interval between two divisions. Reports that arrive meanwhile are handled together."""
 
-CLOCKWORK = 0.05
-"""Seconds after which is divided at the latest, to see what has run out."""
+SAVE_RETRY_DELAY_S = 1.0
+"""Delay before the next attempt to save the checkpoint."""
+
+FENCE_INTERVAL_S = 0.5
+"""Interval at which a resource is asked how much work of dead holders still runs."""
+
+FENCE_RETRY_DELAY_S = 5.0
+"""Delay before the next question if the resource could not answer any."""
 
 
 class TokenBucketWorker:
-    """One resource's ledger. Ray makes the actor of it; see `token_bucket`."""
+    """Ledger of one resource. Created as a Ray actor by `get_or_create_token_bucket`."""
 
-    def __init__(self, resource: str, limit: int, ttl: float = LEASE_TTL, heir: bool = False) -> None:
-        with warnings.catch_warnings():  # Ray's own call, of a function that Ray has deprecated
-            warnings.simplefilter("ignore")
-            restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self._ledger = Ledger(limit, ttl, restarted=time.monotonic() if restarted or heir else None)
+    def __init__(self, resource: str, limit: int, ttl: float = LEASE_TTL_S, fence: HolderFence | None = None) -> None:
         self._resource = resource
+        self._fence = fence
+        if saved := _internal_kv_get(ACTOR_NAME_PREFIX + resource, namespace=RAY_NAMESPACE):
+            self._ledger = Ledger.restore(Checkpoint(*json.loads(saved)), time.monotonic())
+        else:
+            self._ledger = Ledger(limit, ttl)
+        self._saved_revision = self._ledger.revision if saved else 0
+        self._save_lock = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Background tasks by name."""
         self._open: dict[str, tuple[asyncio.Future[Lease | None], float]] = {}
-        """The answers that are owed, with the time at which each is due."""
-        self._news = asyncio.Event()
-        self._clock: asyncio.Task[None] | None = None
+        """Pending answers by holder, each with the time at which it is due."""
+        self._changed = asyncio.Event()
 
     async def report(self, report: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """A holder's report; the lease that answers it, or None where it is void or overtaken by a later one."""
-        self._start()
-        told, now = Report(*report), time.monotonic()
-        if not self._ledger.report(told, now):
+        """Record a holder's report and return its lease, or None if the report is void or superseded."""
+        self._run("ticks", self._run_ticks)
+        received, now = HolderReport(*report), time.monotonic()
+        if not self._ledger.report(received, now):
             return None
-        self._drop(told.holder)
+        self._answer(received.holder, None)
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        self._open[told.holder] = answer, now + self._ledger.renewal
-        self._news.set()
+        self._open[received.holder] = answer, now + self._ledger.renewal_interval
+        self._changed.set()
         lease = await answer
         return None if lease is None else tuple(lease)
 
-    async def gone(self, holder: str) -> None:
-        """A holder's process has died, for certain."""
-        self._ledger.gone(holder, time.monotonic())
-        self._drop(holder)
-        self._news.set()
+    async def mark_dead(self, holder: str) -> None:
+        """Remove a holder whose process is certainly dead."""
+        self._ledger.mark_dead(holder, time.monotonic())
+        self._answer(holder, None)
+        self._changed.set()
 
-    async def leave(self, holder: str) -> None:
-        """A holder says goodbye."""
-        self._ledger.leave(holder, time.monotonic())
-        self._drop(holder)
-        self._news.set()
+    async def deregister(self, holder: str) -> None:
+        """Remove a holder that uses no slots any more."""
+        self._ledger.deregister(holder, time.monotonic())
+        self._answer(holder, None)
+        self._changed.set()
 
     async def set_limit(self, limit: int) -> int:
-        """Change the limit for all, at once. Its version."""
+        """Change the limit for all holders. Return its version."""
         version = self._ledger.set_limit(limit)
-        logger.info("limit of %s set to %d", self._resource, limit)
-        for holder in self._open:  # all should know, also those whose share stays the same
-            self._open[holder] = self._open[holder][0], time.monotonic()
-        self._news.set()
+        logger.info("%s: limit set to %d", self._resource, limit)
+        await self._save()
+        for holder, (answer, _) in self._open.items():  # all answers are due, as each carries the new limit
+            self._open[holder] = answer, time.monotonic()
+        self._changed.set()
         return version
 
-    async def standing(self) -> tuple[Any, ...]:
-        """What `toolroll limiter status` shows."""
+    async def status(self) -> tuple[Any, ...]:
+        """Return the current `LimiterStatus` as a tuple."""
         self._ledger.divide(time.monotonic())
-        return tuple(self._ledger.standing(time.monotonic()))
+        return tuple(self._ledger.status())
 
     async def pid(self) -> int:
-        """Of the actor's process."""
+        """Return the process id of the actor."""
         return os.getpid()
 
-    def _start(self) -> None:
-        if self._clock is None:
-            self._clock = asyncio.create_task(self._run())
+    def _answer(self, holder: str, lease: Lease | None) -> None:
+        """Answer the open call of a holder, if it has one."""
+        pending = self._open.pop(holder, None)
+        if pending and not pending[0].done():  # Ray cancels the calls of a dead process
+            pending[0].set_result(lease)
 
-    def _drop(self, holder: str) -> None:
-        """An answer that is owed no longer."""
-        if owed := self._open.pop(holder, None):
-            _settle(owed[0], None)
-
-    async def _run(self) -> None:
+    async def _run_ticks(self) -> None:
         while True:
-            began = time.monotonic()
-            self._news.clear()
+            start = time.monotonic()
+            self._changed.clear()
             try:
-                self._tick(began)
-            except Exception:  # a tick that fails must not be the last one
-                logger.exception("%s: dividing failed", self._resource)
-            took = time.monotonic() - began
-            await asyncio.sleep(max(TICK, 9 * took))
-            try:
-                await asyncio.wait_for(self._news.wait(), CLOCKWORK)
-            except TimeoutError:
-                continue
+                self._tick(start)
+            except Exception:  # a failed tick must not stop the ticker
+                logger.exception("%s: failed to divide the slots", self._resource)
+            elapsed = time.monotonic() - start
+            await asyncio.sleep(max(MIN_TICK_INTERVAL_S, 9 * elapsed))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._ledger.max_tick_interval)
 
     def _tick(self, now: float) -> None:
         self._ledger.divide(now)
-        for holder in list(self._open):
-            answer, due = self._open[holder]
+        if self._ledger.revision > self._saved_revision:
+            self._run("save", self._save_in_background)
+        if self._fence and self._ledger.fences():
+            self._run("fence", self._fence_holders)
+        for holder, (_, due_at) in list(self._open.items()):
             if holder not in self._ledger.holders:
-                self._drop(holder)
-            elif lease := self._ledger.answer(holder, now, due=now >= due):
-                del self._open[holder]
-                _settle(answer, lease)
+                self._answer(holder, None)
+            elif max(self._ledger.holders[holder].revision, self._ledger.ttl_revision) > self._saved_revision:
+                continue
+            elif lease := self._ledger.answer(holder, due=now >= due_at):
+                self._answer(holder, lease)
+
+    def _run(self, name: str, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a function in the background, unless it is running."""
+        if name not in self._tasks or self._tasks[name].done():
+            self._tasks[name] = asyncio.create_task(function())
+
+    async def _save_in_background(self) -> None:
+        try:
+            await self._save()
+        except Exception:  # the next tick tries again
+            logger.exception("%s: failed to save the state of the limiter", self._resource)
+            await asyncio.sleep(SAVE_RETRY_DELAY_S)
+
+    async def _save(self) -> None:
+        """Save the checkpoint. If it changes meanwhile, the next tick saves it again."""
+        async with self._save_lock:
+            revision, saved = self._ledger.revision, json.dumps(self._ledger.checkpoint())
+            key = ACTOR_NAME_PREFIX + self._resource
+            await asyncio.to_thread(_internal_kv_put, key, saved, namespace=RAY_NAMESPACE)
+            self._saved_revision = revision
+        self._changed.set()
+
+    async def _fence_holders(self) -> None:
+        """Ask the resource to reject the work of holders whose leases have ended, until no such work runs."""
+        assert self._fence is not None
+        while fences := self._ledger.fences():
+            calls = (self._fence(name, lease) for name, lease in fences.items())
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            for (name, lease), running in zip(fences.items(), answers, strict=True):
+                if isinstance(running, int):
+                    self._ledger.confirm_fence(name, lease, running)
+            self._changed.set()
+            is_supported = any(isinstance(running, int) for running in answers)
+            await asyncio.sleep(FENCE_INTERVAL_S if is_supported else FENCE_RETRY_DELAY_S)
 
 
-def _settle(answer: asyncio.Future[Lease | None], lease: Lease | None) -> None:
-    if not answer.done():  # it is, where Ray has cancelled the call of a process that died
-        answer.set_result(lease)
-
-
-def token_bucket(
-    resource: str, limit: int, ttl: float = LEASE_TTL, *, heir: bool = False
+def get_or_create_token_bucket(
+    resource: str, limit: int, ttl: float = LEASE_TTL_S, fence: HolderFence | None = None
 ) -> ActorHandle[TokenBucketWorker]:
-    """The cluster's limiter of a resource, made with `limit` if there is none.
+    """Return the cluster's actor of a resource, creating it if necessary.
 
-    `heir`: there was one, by whose leases somebody may still go. One that is made now has to listen first.
+    Args:
+        resource: Name of the resource.
+        limit: Limit to create the actor with.
+        ttl: Lifetime of a lease, in seconds.
+        fence: Function that makes the resource reject the work of a dead holder.
     """
-    worker = ray.remote(TokenBucketWorker).options(
-        name=PREFIX + resource,
-        namespace=NAMESPACE,
-        get_if_exists=True,
-        lifetime="detached",
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=MAX_OPEN_CALLS,
-        num_cpus=0,
-        resources={"node:__internal_head__": 0.001},
-    )
-    return cast("ActorHandle[TokenBucketWorker]", worker.remote(resource, limit, ttl, heir))
+    options = {"max_concurrency": MAX_OPEN_CALLS, "resources": {"node:__internal_head__": 0.001}}
+    worker = shared_actor(TokenBucketWorker, ACTOR_NAME_PREFIX + resource, **options)
+    return cast("ActorHandle[TokenBucketWorker]", worker.remote(resource, limit, ttl, fence))
 
 
-def resources() -> list[str]:
-    """The resources that have a limiter on the cluster."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    ours = (actor["name"] for actor in named if actor["namespace"] == NAMESPACE)
-    return sorted(name.removeprefix(PREFIX) for name in ours if name.startswith(PREFIX))
+def shared_actor(actor_class: type, name: str, **options: Any) -> Any:
+    """Return the Ray class of a detached actor that all jobs of the cluster find by its name."""
+    found_by_all = {"name": name, "namespace": RAY_NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+    return ray.remote(actor_class).options(**found_by_all, max_restarts=-1, num_cpus=0, **options)
 
 
-def find(resource: str) -> ActorHandle[TokenBucketWorker]:
-    """The cluster's limiter of a resource. Raises ValueError where there is none."""
-    return ray.get_actor(PREFIX + resource, NAMESPACE)
+def find_token_bucket(resource: str) -> ActorHandle[TokenBucketWorker]:
+    """Return the cluster's actor of a resource.
+
+    Raises:
+        ValueError: If the cluster has none.
+    """
+    return ray.get_actor(ACTOR_NAME_PREFIX + resource, RAY_NAMESPACE)
 
 
-def standing(resource: str, timeout: float = 10.0) -> Standing:
-    """How a resource stands now."""
-    return Standing(*ray.get(find(resource).standing.remote(), timeout=timeout))
+def limited_resources() -> list[str]:
+    """Return the names of all limited resources of the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = (actor["name"] for actor in actors if actor["namespace"] == RAY_NAMESPACE)
+    return sorted(name.removeprefix(ACTOR_NAME_PREFIX) for name in names if name.startswith(ACTOR_NAME_PREFIX))
+
+
+def limiter_status(resource: str, timeout: float = 10.0) -> LimiterStatus:
+    """Return the current status of a resource. Raises ValueError if the cluster has no limit for it."""
+    return LimiterStatus(*ray.get(find_token_bucket(resource).status.remote(), timeout=timeout))
 
 
 def set_limit(resource: str, limit: int, timeout: float = 10.0) -> int:
-    """Change a resource's limit for the whole cluster, at once. Its version."""
-    return cast("int", ray.get(find(resource).set_limit.remote(limit), timeout=timeout))
+    """Change a resource's limit for the whole cluster. Return the version of the new limit."""
+    return cast("int", ray.get(find_token_bucket(resource).set_limit.remote(limit), timeout=timeout))

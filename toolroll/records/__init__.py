@@ -1,1 +1,1 @@
-"""What a rollout leaves on disk."""
+"""Records: the trajectories that rollouts write to disk, and tools to read, summarise and convert them."""

@@ -1,135 +1,104 @@
-"""Columns: the summaries of many samples, a field at a time, in about a hundred bytes each.
+"""Summaries of many samples, stored by column in about 100 bytes per sample.
 
-A million samples would be a gigabyte of Python objects. What is asked for by row is made when it is asked for. A row
-can be set again: the last line of a file that grows is half at first.
+As Python objects, the summaries of a million samples would take a gigabyte. A row can be replaced, because the last
+line of a growing file is incomplete at first.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
-from dataclasses import fields
 from math import nan
-from typing import Any, Protocol
+from typing import Any
 
-from toolroll.records.summary import Summary
-
-
-class Column(Protocol):
-    """One field of all rows. None where it isn't known, and where the line can't be read."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Any: ...
-
-    def __setitem__(self, row: int, value: Any) -> None: ...
-
-    def append(self, value: Any) -> None:
-        """Add a row."""
-        ...
+from toolroll.records.summary import SampleSummary
 
 
-class Whole:
-    """Whole numbers. What is too large for the column is shown as the largest that isn't."""
+class SummaryColumn(ABC):
+    """One field of all rows. The value is None if it is unknown or if the line is unreadable.
 
-    def __init__(self, kind: str) -> None:
-        self._values: array[int] = array(kind)
+    Args:
+        typecode: Type of the array that stores the encoded values.
+    """
+
+    def __init__(self, typecode: str) -> None:
+        self._values: array[Any] = array(typecode)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._decode(self._values[row])
+
+    def put(self, row: int, value: Any) -> None:
+        """Replace a row, or add it after the last one."""
+        if row < len(self._values):
+            self._values[row] = self._encode(value)
+        else:
+            self._values.append(self._encode(value))
+
+    @abstractmethod
+    def _encode(self, value: Any) -> Any: ...
+
+    @abstractmethod
+    def _decode(self, stored: Any) -> Any: ...
+
+
+class IntColumn(SummaryColumn):
+    """Integers, clamped to the range of the array type."""
+
+    def __init__(self, typecode: str) -> None:
+        super().__init__(typecode)
         bits = 8 * self._values.itemsize
-        signed = kind.islower()
-        self._low = -(1 << bits - 1) if signed else 0
+        signed = typecode.islower()
+        self._min = -(1 << bits - 1) if signed else 0
         self._none = (1 << bits - signed) - 1
 
-    def __len__(self) -> int:
-        return len(self._values)
+    def _encode(self, value: int | None) -> int:
+        return self._none if value is None else min(max(value, self._min), self._none - 1)
 
-    def __getitem__(self, row: int) -> int | None:
-        value = self._values[row]
-        return None if value == self._none else value
-
-    def __setitem__(self, row: int, value: int | None) -> None:
-        self._values[row] = self._none if value is None else min(max(value, self._low), self._none - 1)
-
-    def append(self, value: int | None) -> None:
-        """Add a row."""
-        self._values.append(self._none if value is None else min(max(value, self._low), self._none - 1))
+    def _decode(self, stored: int) -> int | None:
+        return None if stored == self._none else stored
 
 
-class Real:
-    """Numbers."""
+class FloatColumn(SummaryColumn):
+    """Floating-point numbers. NaN stands for None."""
 
-    def __init__(self, kind: str) -> None:
-        self._values: array[float] = array(kind)
+    def _encode(self, value: float | None) -> float:
+        return nan if value is None else value
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, row: int) -> float | None:
-        value = self._values[row]
-        return value if value == value else None  # NaN, which is no value of ours, is not itself
-
-    def __setitem__(self, row: int, value: float | None) -> None:
-        self._values[row] = nan if value is None else value
-
-    def append(self, value: float | None) -> None:
-        """Add a row."""
-        self._values.append(nan if value is None else value)
+    def _decode(self, stored: float) -> float | None:
+        return stored if stored == stored else None
 
 
-class Word:
-    """Texts of which there are few different ones."""
+class CategoryColumn(SummaryColumn):
+    """Strings with few distinct values."""
 
     def __init__(self) -> None:
-        self._words: list[str | None] = [None]
-        self._codes: dict[str | None, int] = {None: 0}
-        self._values: array[int] = array("I")
+        super().__init__("I")
+        self._categories: list[str | None] = []
+        self._codes: dict[str | None, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._values)
+    def _encode(self, value: str | None) -> int:
+        if value not in self._codes:
+            self._codes[value] = len(self._categories)
+            self._categories.append(value)
+        return self._codes[value]
 
-    def __getitem__(self, row: int) -> str | None:
-        return self._words[self._values[row]]
-
-    def __setitem__(self, row: int, value: str | None) -> None:
-        self._values[row] = self._code(value)
-
-    def append(self, value: str | None) -> None:
-        """Add a row."""
-        self._values.append(self._code(value))
-
-    def _code(self, value: str | None) -> int:
-        code = self._codes.get(value)
-        if code is None:
-            code = self._codes[value] = len(self._words)
-            self._words.append(value)
-        return code
+    def _decode(self, stored: int) -> str | None:
+        return self._categories[stored]
 
 
-class Text:
-    """Texts that are all different, one behind the other, each with a byte behind it that no text has."""
+class TextColumn(SummaryColumn):
+    """Strings that are mostly distinct, concatenated, each followed by a byte that UTF-8 does not use."""
 
     END = 0xFF
 
     def __init__(self) -> None:
-        self._bytes = bytearray(1)  # what has no text begins at 0
-        self._starts: array[int] = array("I")
+        super().__init__("I")
+        self._bytes = bytearray(1)  # offset 0 stands for None
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, row: int) -> str | None:
-        start = self._starts[row]
-        if not start:
-            return None
-        return self._bytes[start : self._bytes.index(self.END, start)].decode("utf-8", "surrogatepass")
-
-    def __setitem__(self, row: int, value: str | None) -> None:
-        self._starts[row] = self._put(value)
-
-    def append(self, value: str | None) -> None:
-        """Add a row."""
-        self._starts.append(self._put(value))
-
-    def _put(self, value: str | None) -> int:
+    def _encode(self, value: str | None) -> int:
         if value is None:
             return 0
         start = len(self._bytes)
@@ -137,54 +106,50 @@ class Text:
         self._bytes.append(self.END)
         return start
 
+    def _decode(self, stored: int) -> str | None:
+        if not stored:
+            return None
+        return self._bytes[stored : self._bytes.index(self.END, stored)].decode("utf-8", "surrogatepass")
 
-class Columns:
-    """Every field of a Summary, and where its line is."""
 
-    NAMES: Sequence[str] = tuple(field.name for field in fields(Summary))
+class SummaryTable:
+    """The columns of all fields of `SampleSummary`, and the location of each row's line."""
 
     def __init__(self) -> None:
-        self.part = Whole("H")
-        self.start = Whole("q")
-        self.length = Whole("I")
-        self._by_name: dict[str, Column] = {
-            "step": Whole("i"),
-            "score": Real("d"),
-            "turns": Whole("H"),
-            "calls": Whole("H"),
-            "policy_faults": Whole("H"),
-            "infra_faults": Whole("H"),
-            "finish_reason": Word(),
-            "outcome": Word(),
-            "fidelity": Word(),
-            "group": Text(),
-            "sample": Whole("i"),
-            "request_id": Text(),
-            "tokens": Whole("i"),
-            "seconds": Real("f"),
+        self.part = IntColumn("H")
+        self.start = IntColumn("q")
+        self.length = IntColumn("I")
+        self._columns: dict[str, SummaryColumn] = {
+            "step": IntColumn("i"),
+            "score": FloatColumn("d"),
+            "turns": IntColumn("H"),
+            "calls": IntColumn("H"),
+            "policy_faults": IntColumn("H"),
+            "infra_faults": IntColumn("H"),
+            "finish_reason": CategoryColumn(),
+            "outcome": CategoryColumn(),
+            "fidelity": CategoryColumn(),
+            "group": TextColumn(),
+            "sample": IntColumn("i"),
+            "request_id": TextColumn(),
+            "tokens": IntColumn("i"),
+            "seconds": FloatColumn("f"),
         }
-        self._all = [(name, self._by_name[name]) for name in self.NAMES]
 
     def __len__(self) -> int:
-        return len(self._all[-1][1])  # written last, so that a row that is counted is whole
+        return len(self._columns["seconds"])  # added last, so that every counted row is complete
 
-    def __getitem__(self, name: str) -> Column:
-        return self._by_name[name]
+    def __getitem__(self, name: str) -> SummaryColumn:
+        return self._columns[name]
 
-    def summary(self, row: int) -> Summary:
-        """The fields of a row."""
-        return Summary(*(column[row] for _, column in self._all))
+    def summary(self, row: int) -> SampleSummary:
+        """Return the summary of a row."""
+        return SampleSummary(**{name: column[row] for name, column in self._columns.items()})
 
-    def append(self, part: int, start: int, length: int, summary: Summary | None) -> None:
-        """Add a row; None where the line can't be read."""
-        self.part.append(part)
-        self.start.append(start)
-        self.length.append(length)
-        for name, column in self._all:
-            column.append(None if summary is None else getattr(summary, name))
-
-    def set(self, row: int, length: int, summary: Summary | None) -> None:
-        """A row anew."""
-        self.length[row] = length
-        for name, column in self._all:
-            column[row] = None if summary is None else getattr(summary, name)
+    def put(self, row: int, part: int, start: int, length: int, summary: SampleSummary | None) -> None:
+        """Replace a row, or add it after the last one. `summary` is None if the line is unreadable."""
+        self.part.put(row, part)
+        self.start.put(row, start)
+        self.length.put(row, length)
+        for name, column in self._columns.items():
+            column.put(row, None if summary is None else getattr(summary, name))

@@ -1,58 +1,64 @@
-"""Where dumps are: `{directory}/{step}.jsonl`, and those of several writers in `{directory}/{writer}/{step}.jsonl`."""
+"""Find dump files: `{directory}/{step}.jsonl`, or `{directory}/{writer}/{step}.jsonl` with several writers."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from toolroll.errors import ConfigError
 
-SUFFIX = ".jsonl"
-NUMBER = re.compile(r"-?[0-9]{1,18}")
+StrPath = str | os.PathLike[str]
+DUMP_SUFFIX = ".jsonl"
+STEP_NAME = re.compile(r"-?[0-9]{1,18}")
 
 
 class DumpFile(NamedTuple):
-    """One file."""
+    """One dump file."""
 
     path: str
+    """Path of the file."""
     name: str
-    """Without its suffix."""
+    """File name without its suffix."""
     step: int | None
-    """None where the name is no number."""
-
-    @property
-    def order(self) -> tuple[bool, int, str, str]:
-        """By step; those without a number last, by name."""
-        return self.step is None, self.step or 0, self.name, self.path
+    """Step, or None if the name is not a number."""
 
 
-def dump_files(directory: str | os.PathLike[str]) -> list[DumpFile]:
-    """The files of a directory and of those right below it, by step. A single file is taken as it is."""
+def dump_files(directory: StrPath) -> list[DumpFile]:
+    """Return the dump files of a directory and of its direct subdirectories.
+
+    Args:
+        directory: The directory, or a single file.
+
+    Returns:
+        The files by step, then those without a step by name.
+
+    Raises:
+        ConfigError: If the directory does not exist or cannot be read.
+    """
     path = Path(directory)
     if path.is_file():
         return [_file(str(path))]
     if not path.is_dir():
-        raise ConfigError(f"There is no directory {directory}. Name the one that was given as rollout_data_dir.")
+        raise ConfigError(f"No such directory: {directory}. Pass the rollout_data_dir of the run.")
     try:
-        found = _find(path, below=True)
+        found = [_file(file) for file in _find(path, below=True)]
     except OSError as error:
-        raise ConfigError(f"{error.filename} can't be read: {error.strerror}.") from error
-    return sorted(map(_file, found), key=lambda file: file.order)
+        raise ConfigError(f"Cannot read {error.filename}: {error.strerror}.") from error
+    return sorted(found, key=lambda file: (file.step is None, file.step or 0, file.name, file.path))
 
 
-def _find(directory: str | os.PathLike[str], *, below: bool) -> list[str]:
-    found = []
+def _find(directory: StrPath, *, below: bool) -> Iterator[str]:
     with os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.endswith(SUFFIX) and entry.is_file():
-                found.append(entry.path)
+            if entry.name.endswith(DUMP_SUFFIX) and entry.is_file():
+                yield entry.path
             elif below and not entry.name.startswith(".") and entry.is_dir():
-                found += _find(entry.path, below=False)
-    return found
+                yield from _find(entry.path, below=False)
 
 
 def _file(path: str) -> DumpFile:
-    name = os.path.basename(path).removesuffix(SUFFIX)  # noqa: PTH119 (a thousand of them, at every look)
-    return DumpFile(path, name, int(name) if NUMBER.fullmatch(name) else None)
+    name = os.path.basename(path).removesuffix(DUMP_SUFFIX)  # noqa: PTH119 (faster, for thousands of files)
+    return DumpFile(path, name, int(name) if STEP_NAME.fullmatch(name) else None)

@@ -1,18 +1,18 @@
-"""Shelf: a directory of dumps, which may be large and may grow, looked into without reading it all.
+"""Incremental index of a directory of dumps, which may be large and may grow.
 
-    shelf = Shelf("dumps")
-    first = shelf.steps[0]
+    dumps = DumpDirectory("dumps")
+    first = dumps.steps[0]
     first.index(up_to=100)
     first.summary(0), first.record(0)
 
-Listing it costs a look at each file's size. A step is read when it is indexed, as far as is asked, and then a hundred
-bytes are kept of each sample (columns.py); a record is read from its place in the file when it is shown.
+Listing the directory only needs the sizes of the files. `index` reads a step as far as requested and keeps about 100
+bytes per sample (columns.py). `record` reads one sample from its position in the file.
 
-Rows are the lines that aren't empty, in the order in which they were found: a row's number never changes while its step
-isn't begun anew. That happens when a file was replaced, cut short or removed; `version` then goes up. A last line that
-is half is a row too: a bad one, until it is whole.
+Rows are the lines that are not blank, in the order in which they were found. The number of a row does not change unless
+the step is reset, which happens when a file was replaced, truncated or removed and increments `version`. An incomplete
+last line is an unreadable row until it is complete.
 
-Any thread may call anything here. `index` is what takes time: give it to a thread of its own.
+All methods are thread-safe. `index` takes time and should run in a background thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby
@@ -29,62 +30,61 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolroll.errors import ConfigError
-from toolroll.records.columns import Column, Columns
-from toolroll.records.directory import DumpFile, dump_files
+from toolroll.records.columns import SummaryColumn, SummaryTable
+from toolroll.records.directory import DumpFile, StrPath, dump_files
 from toolroll.records.json_line import BadLine
-from toolroll.records.reader import BUFFER, is_too_long, lines, whole
+from toolroll.records.reader import READ_BUFFER_BYTES, check_complete, is_too_long, read_lines
 from toolroll.records.record import Record
-from toolroll.records.summary import Bad, Summary
+from toolroll.records.summary import SampleSummary, UnreadableLine
 
-REMEMBERED = 4096
-"""Bytes before the place up to which a file is indexed. If they are others later, it is another file."""
-AT_ONCE = 256
-"""Lines that `scan` indexes at a time, where it comes to the end of the index."""
+INDEX_FINGERPRINT_BYTES = 4096
+"""Number of bytes before the indexed position whose hash is compared, to detect that a file was rewritten."""
+SCAN_BATCH_LINES = 256
+"""Number of lines that `scan` indexes at a time when it reaches the end of the index."""
 
 
 @dataclass(slots=True)
-class _Part:
-    """One writer's file of a step."""
+class _StepPart:
+    """The file of one writer, with the state of its index."""
 
     path: str
     inode: int
     size: int
     modified: int
     end: int = 0
-    """Up to where whole lines are indexed."""
+    """Position up to which complete lines are indexed."""
     seen: int = 0
-    """Up to where anything is: a half line is seen, and looked at again when there is more of it."""
+    """Position up to which the file was read, including an incomplete line, which is read again when it grows."""
     lines: int = 0
-    """Up to `end`, empty ones too."""
-    half: int | None = None
-    """The row of the half line."""
-    mark: bytes = b""
-    """Of what is right before `end`."""
+    """Number of lines up to `end`, including blank ones."""
+    incomplete_row: int | None = None
+    """Row of the incomplete last line."""
+    fingerprint: bytes = b""
+    """Hash of the bytes before `end`."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """What is known of a step's rows, until it is begun anew."""
+class _IndexedRows:
+    """State of a step's rows. Replaced when the step is reset."""
 
-    parts: list[_Part] = field(default_factory=list)
-    columns: Columns = field(default_factory=Columns)
-    bad: dict[int, Bad] = field(default_factory=dict)
+    parts: list[_StepPart] = field(default_factory=list)
+    columns: SummaryTable = field(default_factory=SummaryTable)
+    bad: dict[int, UnreadableLine] = field(default_factory=dict)
 
-    def place(self, row: int) -> tuple[str, int, int]:
-        """The file, and where in it the line begins and how long it is."""
-        columns = self.columns
-        return self.parts[columns.part[row] or 0].path, columns.start[row] or 0, columns.length[row] or 0
+    def location(self, row: int) -> tuple[str, int, int]:
+        """Return path, start and length of a row's line."""
+        return self.parts[self.columns.part[row]].path, self.columns.start[row], self.columns.length[row]
 
 
 class StepFile:
-    """One step: its samples, by row."""
+    """The samples of one step, by row."""
 
     def __init__(self, name: str, step: int | None) -> None:
         self.name = name
         self.step = step
         self.version = 0
-        """Goes up when the step was begun anew, and all rows are others."""
-        self._rows = _Rows()
+        """Number of resets. After a reset, row numbers refer to other samples."""
+        self._rows = _IndexedRows()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -95,125 +95,139 @@ class StepFile:
 
     @property
     def size(self) -> int:
-        """Bytes, as of the last look at the directory."""
+        """Size of the files in bytes, at the last refresh."""
         return sum(part.size for part in self._rows.parts)
 
     @property
     def paths(self) -> list[Path]:
-        """Its files, one for each writer."""
+        """Paths of the files, one for each writer."""
         return [Path(part.path) for part in self._rows.parts]
 
     @property
     def is_indexed(self) -> bool:
-        """Whether all that was there at the last look at the directory has its row."""
+        """Whether all lines that existed at the last refresh are indexed."""
         return all(part.seen >= part.size for part in self._rows.parts)
 
     @property
-    def bad(self) -> int:
-        """Rows that can't be read, so far."""
+    def bad_rows(self) -> int:
+        """Number of unreadable rows so far."""
         return len(self._rows.bad)
 
     def index(self, up_to: int | None = None, seconds: float | None = None) -> bool:
-        """Index on: so many more lines at the most, for so long at the most. Whether the end was reached."""
-        left, stop = inf if up_to is None else up_to, inf if seconds is None else time.monotonic() + seconds
+        """Index more lines.
+
+        Args:
+            up_to: Maximum number of lines to index.
+            seconds: Maximum time to spend.
+
+        Returns:
+            True if all lines are indexed.
+        """
+        remaining = inf if up_to is None else up_to
+        deadline = inf if seconds is None else time.monotonic() + seconds
         with self._lock:
             for number, part in enumerate(self._rows.parts):
-                if left > 0 and part.seen < part.size:
-                    left = self._index_part(number, part, left, stop)
+                if remaining > 0 and part.seen < part.size:
+                    remaining = self._index_part(number, part, remaining, deadline)
             return self.is_indexed
 
-    def summary(self, row: int) -> Summary | Bad:
-        """What a list shows of a row."""
+    def summary(self, row: int) -> SampleSummary | UnreadableLine:
+        """Return the summary of a row, or the problem of an unreadable one."""
         rows = self._rows
         return rows.bad.get(row) or rows.columns.summary(row)
 
-    def column(self, name: str) -> Column:
-        """One field of Summary, for all rows that are indexed: `column("score")[row]`."""
+    def column(self, name: str) -> SummaryColumn:
+        """Return one field of `SampleSummary` for all indexed rows: `column("score")[row]`."""
         return self._rows.columns[name]
 
     def record(self, row: int) -> Record:
-        """The sample itself, read from the disk. Raises BadLine where it can't be read."""
-        return Record.parse(whole(self.raw(row)))
+        """Read a sample from disk.
+
+        Raises:
+            BadLine: If the line cannot be read.
+        """
+        return Record.parse(check_complete(self.raw(row)))
 
     def raw(self, row: int) -> bytes:
-        """The line as it is on the disk. Raises BadLine where the file is gone."""
-        path, start, length = self._rows.place(row)
+        """Return the line of a row as it is on disk.
+
+        Raises:
+            BadLine: If the file cannot be read.
+        """
+        path, start, length = self._rows.location(row)
         try:
             with Path(path).open("rb") as file:
                 return _read_at(file, start, length)
         except OSError as error:
-            raise BadLine(f"{path} can't be read: {error.strerror}.") from error
+            raise BadLine(f"Cannot read {path}: {error.strerror}.") from error
 
     def scan(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
-        """The rows from `start` on, each with its line as it is on the disk. What isn't indexed yet is, on the way.
+        """Yield the rows from `start` with their lines as they are on disk, indexing further lines if necessary.
 
-        Ends at the end, and where the step was begun anew.
+        Stops at the end, or when the step is reset.
         """
         rows, row = self._rows, start
         while rows is self._rows:
-            if row >= len(rows.columns) and self.index(up_to=AT_ONCE) and row >= len(rows.columns):
+            if row >= len(rows.columns) and self.index(up_to=SCAN_BATCH_LINES) and row >= len(rows.columns):
                 return
-            until = len(rows.columns)
-            for part, some in groupby(range(row, until), key=rows.columns.part.__getitem__):
-                yield from _lines_at(rows, rows.parts[part or 0].path, some)
-            row = max(row, until)
+            end = len(rows.columns)
+            for part, part_rows in groupby(range(row, end), key=lambda row: rows.columns.part[row]):
+                yield from _read_rows(rows, rows.parts[part].path, part_rows)
+            row = max(row, end)
 
-    def _index_part(self, number: int, part: _Part, left: float, stop: float) -> float:
-        """Index on in one file; how many lines may be indexed after that."""
+    def _index_part(self, number: int, part: _StepPart, remaining: float, deadline: float) -> float:
+        """Index more lines of one file. Return the number of lines that may be indexed afterwards."""
         try:
-            with Path(part.path).open("rb", BUFFER) as file:
+            with Path(part.path).open("rb", READ_BUFFER_BYTES) as file:
                 file.seek(part.end)
                 before = part.end
-                for line in lines(file):
-                    left -= self._index_line(number, part, line, file.tell())
-                    if left <= 0 or time.monotonic() > stop:
-                        left = 0
+                for line in read_lines(file):
+                    remaining -= self._index_line(number, part, line, file.tell())
+                    if remaining <= 0 or time.monotonic() > deadline:
+                        remaining = 0
                         break
                 else:
                     part.seen = max(file.tell(), part.size)
                 if part.end > before:
-                    part.mark = _mark(file, part.end)
-        except OSError:  # gone; the next look at the directory says so
+                    part.fingerprint = _fingerprint(file, part.end)
+        except OSError:  # removed, which the next refresh detects
             part.seen = part.size
-        return left
+        return remaining
 
-    def _index_line(self, number: int, part: _Part, line: bytes, end: int) -> bool:
-        """Give a line its row. Whether it has one."""
-        rows, row, start = self._rows, part.half, part.end
-        ended = line.endswith(b"\n") or is_too_long(line)
-        if ended:
-            part.end, part.lines, part.half = end, part.lines + 1, None
+    def _index_line(self, number: int, part: _StepPart, line: bytes, end: int) -> bool:
+        """Add or replace the row of a line. Return False for a blank line, which has none."""
+        rows, row, start = self._rows, part.incomplete_row, part.end
+        complete = line.endswith(b"\n") or is_too_long(line)
+        if complete:
+            part.end, part.lines, part.incomplete_row = end, part.lines + 1, None
         part.seen = end
-        if row is None and line.isspace():
-            return False
-        new = row is None
-        row = len(rows.columns) if row is None else row
-        if not ended:
-            part.half = row
-        summary: Summary | None = None
+        if row is None:
+            if line.isspace():
+                return False
+            row = len(rows.columns)
+        if not complete:
+            part.incomplete_row = row
+        summary: SampleSummary | None = None
         try:
-            summary = Record.parse(whole(line)).summary()
+            summary = Record.parse(check_complete(line)).summary()
             rows.bad.pop(row, None)
         except BadLine as error:
-            rows.bad[row] = Bad(part.path, part.lines + (not ended), str(error))
-        if new:
-            rows.columns.append(number, start, len(line), summary)
-        else:
-            rows.columns.set(row, len(line), summary)
+            rows.bad[row] = UnreadableLine(part.path, part.lines + (not complete), str(error))
+        rows.columns.put(row, number, start, len(line), summary)
         return True
 
-    def _look(self, found: list[tuple[str, os.stat_result]]) -> bool:
-        """Take in what is on the disk now. Whether anything changed."""
+    def _update(self, found: dict[str, os.stat_result]) -> bool:
+        """Compare with the files that are on disk now, by path. Return True if anything changed."""
         with self._lock:
-            stats, changed = dict(found), False
-            if any(part.path not in stats or _is_another(part, stats[part.path]) for part in self._rows.parts):
-                self._rows, changed = _Rows(), True
+            changed = False
+            if any(part.path not in found or _was_rewritten(part, found[part.path]) for part in self._rows.parts):
+                self._rows, changed = _IndexedRows(), True
                 self.version += 1
             known = {part.path: part for part in self._rows.parts}
-            for path, stat in found:
+            for path, stat in found.items():
                 part = known.get(path)
                 if part is None:
-                    self._rows.parts.append(_Part(path, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+                    self._rows.parts.append(_StepPart(path, stat.st_ino, stat.st_size, stat.st_mtime_ns))
                     changed = True
                 elif (part.size, part.modified) != (stat.st_size, stat.st_mtime_ns):
                     part.size, part.modified = stat.st_size, stat.st_mtime_ns
@@ -221,73 +235,70 @@ class StepFile:
             return changed
 
 
-class Shelf:
-    """A directory of dumps, or one file of it."""
+class DumpDirectory:
+    """Index of a directory of dumps, or of a single file.
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    Args:
+        directory: The `rollout_data_dir`, or one file of it.
+
+    Raises:
+        ConfigError: If the directory does not exist or cannot be read.
+    """
+
+    def __init__(self, directory: StrPath) -> None:
         self.directory = Path(directory)
         self._steps: dict[str, StepFile] = {}
-        self._looking = threading.Lock()
-        self._take_in(dump_files(self.directory))
+        self._refresh_lock = threading.Lock()
+        self._update_steps(dump_files(self.directory))
 
     @property
     def steps(self) -> list[StepFile]:
-        """By step; those whose name is no number last, by name. The files of several writers are one step."""
+        """Steps in order, then files whose name is not a number. Files of several writers form one step."""
         return list(self._steps.values())
 
     def refresh(self) -> bool:
-        """Look at the directory again. Whether anything changed: files added, grown, replaced, gone."""
-        with self._looking:
+        """Look for added, grown, replaced and removed files. Return True if anything changed."""
+        with self._refresh_lock:
             try:
-                return self._take_in(dump_files(self.directory))
+                return self._update_steps(dump_files(self.directory))
             except ConfigError:
-                return self._take_in([])
+                return self._update_steps([])
 
-    def _take_in(self, files: list[DumpFile]) -> bool:
-        found: dict[str, list[tuple[str, os.stat_result]]] = {}
-        steps: dict[str, StepFile] = {}
+    def _update_steps(self, files: list[DumpFile]) -> bool:
+        found: dict[tuple[str, int | None], dict[str, os.stat_result]] = {}
         for file in files:
-            try:
-                stat = os.stat(file.path)  # noqa: PTH116 (a thousand of them, at every look)
-            except OSError:  # gone since it was listed
-                continue
-            found.setdefault(file.name, []).append((file.path, stat))
-            if file.name not in steps:
-                known = self._steps.get(file.name)
-                steps[file.name] = StepFile(file.name, file.step) if known is None else known
+            with suppress(OSError):  # removed since it was listed
+                stat = os.stat(file.path)  # noqa: PTH116 (faster, for thousands of files)
+                found.setdefault((file.name, file.step), {})[file.path] = stat
+        steps = {name: self._steps[name] if name in self._steps else StepFile(name, step) for name, step in found}
         changed = steps.keys() != self._steps.keys()
-        for name, step in steps.items():
-            changed |= step._look(found[name])
+        for (name, _), stats in found.items():
+            changed |= steps[name]._update(stats)
         self._steps = steps
         return changed
 
 
-def _is_another(part: _Part, stat: os.stat_result) -> bool:
-    """Whether a file is no more the one that was indexed."""
+def _was_rewritten(part: _StepPart, stat: os.stat_result) -> bool:
+    """Return True if a file is not the one that was indexed, or was truncated or rewritten."""
     if part.inode != stat.st_ino or stat.st_size < part.seen:
         return True
     if part.end == 0 or (part.size, part.modified) == (stat.st_size, stat.st_mtime_ns):
         return False
-    try:
-        with Path(part.path).open("rb") as file:
-            return _mark(file, part.end) != part.mark
-    except OSError:
-        return True
+    with suppress(OSError), Path(part.path).open("rb") as file:
+        return _fingerprint(file, part.end) != part.fingerprint
+    return True
 
 
-def _lines_at(rows: _Rows, path: str, some: Iterator[int]) -> Iterator[tuple[int, bytes]]:
-    """The lines of these rows, which are all in one file."""
-    try:
-        with Path(path).open("rb") as file:
-            for row in some:
-                _, start, length = rows.place(row)
-                yield row, _read_at(file, start, length)
-    except OSError:  # gone; the next look at the directory says so
-        return
+def _read_rows(rows: _IndexedRows, path: str, wanted: Iterator[int]) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of rows that are all in one file."""
+    with suppress(OSError), Path(path).open("rb") as file:  # a removed file is detected by the next refresh
+        for row in wanted:
+            _, start, length = rows.location(row)
+            yield row, _read_at(file, start, length)
 
 
-def _mark(file: BinaryIO, end: int) -> bytes:
-    start = max(0, end - REMEMBERED)
+def _fingerprint(file: BinaryIO, end: int) -> bytes:
+    start = max(0, end - INDEX_FINGERPRINT_BYTES)
     return blake2b(_read_at(file, start, end - start), digest_size=16).digest()
 
 

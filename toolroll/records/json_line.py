@@ -1,12 +1,11 @@
-"""One line of JSON: how it is written, and how it is read.
+"""Encode and decode one line of JSON.
 
-Whatever a trajectory holds can be written: numbers that aren't finite become null, text with lone surrogates is
-escaped, arrays become lists, and what JSON has no word for becomes text. Whatever Python's own `json` wrote can be
-read: NaN is null. A whole number is written and read exactly, beyond 64 bits too: it may be the answer to a
-question.
+Every value of a trajectory can be encoded: numbers that are not finite become null, lone surrogates are escaped, arrays
+become lists, and values without a JSON equivalent become strings. Every line that Python's `json` writes can be
+decoded; NaN becomes null. Integers of any size are preserved exactly, because one may be the answer to a question.
 
-orjson writes and pydantic's parser reads, which unlike orjson's makes no float of a large number; what they refuse goes
-the slow way.
+orjson encodes, and pydantic's parser decodes, because orjson would convert large integers to floats. Values that they
+reject are handled by slower code in Python.
 """
 
 from __future__ import annotations
@@ -23,78 +22,81 @@ from pydantic_core import from_json
 
 from toolroll.errors import ToolrollError
 
-DEEPEST = 200
-"""Levels of nesting that are written: orjson's own limit is 254, and a model may write any number of brackets."""
-OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+MAX_NESTING_DEPTH = 200
+"""Maximum nesting depth of encoded values. The limit of orjson is 254."""
+ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 
 class BadLine(ToolrollError):
-    """A line that can't be read. The message says what is wrong with it."""
+    """Raised when a line cannot be read."""
 
 
 def encode(fields: Any) -> bytes:
-    """The line, with its newline."""
+    """Return a value as a line of JSON, including the newline."""
     try:
-        return orjson.dumps(fields, _plainer, OPTIONS)
+        return orjson.dumps(fields, _simplify, ORJSON_OPTIONS)
     except TypeError:
-        return json.dumps(_plain(fields, 0), separators=(",", ":")).encode("ascii") + b"\n"
+        return json.dumps(_to_json(fields, 0), separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """What a line holds: an object. Raises BadLine."""
+    """Return the object that a line contains.
+
+    Raises:
+        BadLine: If the line is not a JSON object.
+    """
     try:
         value = from_json(line, allow_inf_nan=False, cache_strings="keys")
     except ValueError:
-        value = _decode_slowly(line)
+        value = _decode_in_python(line)
     if not isinstance(value, dict):
-        raise BadLine(f"It is JSON, but no object: {line[:40].decode('utf-8', 'replace').strip()!r}.")
+        raise BadLine(f"Expected a JSON object, got {line[:40].decode('utf-8', 'replace').strip()!r}.")
     return value
 
 
-def _decode_slowly(line: bytes) -> Any:
+def _decode_in_python(line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
     except UnicodeDecodeError as error:
-        raise BadLine(f"It is no UTF-8: byte {error.start} is 0x{line[error.start]:02x}.") from error
+        raise BadLine(f"Invalid UTF-8: byte {error.start} is 0x{line[error.start]:02x}.") from error
     except RecursionError as error:
-        raise BadLine("It is nested too deeply.") from error
+        raise BadLine("Invalid JSON: nested too deeply.") from error
     except ValueError as error:
-        raise BadLine(f"It is no JSON: {error}.") from error
+        raise BadLine(f"Invalid JSON: {error}.") from error
 
 
-def _plain(value: Any, depth: int) -> Any:
-    """`value` as the standard library can write it."""
+def _to_json(value: Any, depth: int) -> Any:
+    """Return a value that the standard library can encode."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return int(value) if _has_digits(value) else f"(a whole number of {value.bit_length()} bits)"
+        return int(value) if _is_printable(value) else f"(integer of {value.bit_length()} bits)"
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if depth >= DEEPEST:
+    if depth >= MAX_NESTING_DEPTH:
         return "(nested too deeply)"
     if isinstance(value, Mapping):
         return {
-            key if isinstance(key, str) else str(_plain(key, depth + 1)): _plain(item, depth + 1)
+            key if isinstance(key, str) else str(_to_json(key, depth + 1)): _to_json(item, depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
+        return [_to_json(item, depth + 1) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        named = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {name: _plain(item, depth + 1) for name, item in named}
-    return _plain(_plainer(value), depth + 1)
+        return {field.name: _to_json(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value)}
+    return _to_json(_simplify(value), depth + 1)
 
 
-def _has_digits(value: int) -> bool:
-    """Whether Python is willing to write it: `sys.set_int_max_str_digits` bounds that."""
+def _is_printable(value: int) -> bool:
+    """Return True if the integer is within the limit of `sys.set_int_max_str_digits`."""
     try:
         return bool(str(value))
     except ValueError:
         return False
 
 
-def _plainer(value: Any) -> Any:
-    """What orjson doesn't know, nearer to JSON: text, where nothing better is known of it."""
+def _simplify(value: Any) -> Any:
+    """Convert a value that orjson does not support one step towards JSON, to a string if nothing else applies."""
     try:
         if isinstance(value, Mapping):
             return dict(value)
@@ -103,10 +105,10 @@ def _plainer(value: Any) -> Any:
         if isinstance(value, bytes | bytearray | memoryview):
             return base64.b64encode(value).decode("ascii")
         if not isinstance(value, type):
-            if hasattr(value, "model_dump"):  # pydantic's models; to load it for this would hold the viewer up
+            if hasattr(value, "model_dump"):  # pydantic models; importing pydantic would slow down the viewer
                 return value.model_dump()
             if hasattr(value, "tolist"):  # arrays and tensors
                 return value.tolist()
         return str(value)
-    except Exception as error:  # an object of the user's, which must not cost the line
-        return f"({type(value).__name__}, which can't be shown: {type(error).__name__})"
+    except Exception as error:  # a user's object must not prevent the line from being written
+        return f"({type(value).__name__}, cannot be encoded: {type(error).__name__})"

@@ -1,7 +1,7 @@
-"""The line of a trajectory: what is written of it, under which names.
+"""Fields of a record line.
 
-verl's keys come first, so that verl's own tools read it: `input, output, gts, score, step`, and `uid` as its newer
-trainer has it. docs/records.md says what the others are, docs/records.schema.json in the words of JSON Schema.
+verl's keys come first, so that verl's own tools can read the file: `input, output, gts, score, step`, and `uid` as in
+its newer trainer. docs/records.md describes the other fields, docs/records.schema.json is their JSON Schema.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolroll.records.conversation import text_of
-from toolroll.records.packed import pack
+from toolroll.records.conversation import format_messages
+from toolroll.records.packed_tokens import pack
 from toolroll.records.record import FORMAT
 from toolroll.schemas import Message
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from toolroll.rollout.trajectory import Trajectory
 
 Decode = Callable[[Sequence[int]], str]
-UNKNOWN: Any = object()
-"""No ground truth was given: not the same as that there is none."""
+NOT_GIVEN: Any = object()
+"""Default of `gts`. Differs from None, which is a valid ground truth."""
 
 
-def fields_of(
-    trajectory: Trajectory, step: int, *, gts: Any = UNKNOWN, decode: Decode | None = None, tokens: bool = True
+def trajectory_fields(
+    trajectory: Trajectory, step: int, *, gts: Any = NOT_GIVEN, decode: Decode | None = None, tokens: bool = True
 ) -> dict[str, Any]:
-    """What is written of a trajectory."""
-    messages = [_message(message) for message in trajectory.messages]
+    """Return the fields of a trajectory's line."""
+    messages = [_message_fields(message) for message in trajectory.messages]
     stream = trajectory.tokens
     if decode is not None and len(stream):
-        prompt, answer = decode(stream.prompt_ids), decode(stream.response_ids)
+        prompt, response = decode(stream.prompt_ids), decode(stream.response_ids)
     else:
-        prompt, answer = text_of(messages, len({turn.turn for turn in trajectory.turns}))
+        prompt, response = format_messages(messages, len({turn.turn for turn in trajectory.turns}))
     return {
         "input": prompt,
-        "output": answer,
-        "gts": ground_truth(trajectory.extra) if gts is UNKNOWN else gts,
+        "output": response,
+        "gts": ground_truth(trajectory.extra) if gts is NOT_GIVEN else gts,
         "score": trajectory.rewards.total,
         "step": step,
         "uid": f"{trajectory.group}_{trajectory.sample}_0",
@@ -54,37 +54,32 @@ def fields_of(
         "turns": trajectory.turns,
         "calls": trajectory.calls,
         "messages": messages,
-        "logprobs_of": trajectory.logprobs_of,
+        "logprobs_mode": trajectory.logprobs_mode,
         "tokens": pack(stream) if tokens and len(stream) else None,
-        "earlier": [pack(one) for one in trajectory.earlier] if tokens else [],
+        "earlier": [pack(earlier) for earlier in trajectory.earlier] if tokens else [],
         "extra": trajectory.extra,
     }
 
 
-def foreign_fields(fields: Mapping[str, Any], step: int, gts: Any = UNKNOWN) -> dict[str, Any]:
-    """What is written of a sample that is no trajectory of ours: it, with all of verl's keys."""
-    if gts is not UNKNOWN:
+def mapping_fields(fields: Mapping[str, Any], step: int, gts: Any = NOT_GIVEN) -> dict[str, Any]:
+    """Return the fields of a line for a sample that is not a Trajectory, with all keys that verl writes."""
+    if gts is not NOT_GIVEN:
         fields = {**fields, "gts": gts}
     return {"input": "", "output": "", "gts": None, "score": None, **fields, "step": step}
 
 
 def ground_truth(extra: Mapping[str, Any]) -> Any:
-    """Of a prompt's row: as we name it, or as verl's rows do."""
+    """Return the ground truth of a prompt row: `ground_truth`, or `reward_model.ground_truth` as in verl's rows."""
     if "ground_truth" in extra:
         return extra["ground_truth"]
     model = extra.get("reward_model")
     return model.get("ground_truth") if isinstance(model, Mapping) else None
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """A message without what it doesn't say. `Message.model_validate` gives it back."""
+def _message_fields(message: Message) -> dict[str, Any]:
+    """Return the fields of a message that are set. `Message.model_validate` restores it."""
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning_content is not None:
-        fields["reasoning_content"] = message.reasoning_content
-    if message.tool_calls is not None:
-        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        fields["name"] = message.name
+    for name in ("reasoning_content", "tool_calls", "tool_call_id", "name"):
+        if (value := getattr(message, name)) is not None:
+            fields[name] = [call.model_dump() for call in value] if name == "tool_calls" else value
     return {**fields, **(message.model_extra or {})}

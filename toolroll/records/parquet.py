@@ -1,80 +1,128 @@
-"""Records as one Parquet file, for pandas, DuckDB and the like.
+"""Convert records to one Parquet file, for example for pandas or DuckDB.
 
-A row is a record. What every tool understands is a column of its own: numbers, texts, lists of token ids, and lists of
-messages, turns and calls with named fields. What has no fixed form is JSON in a column of text: ground truth,
-arguments, metrics, rewards, and under `extra` whatever else a line had. Half characters, which Parquet can't hold,
-become "�".
+Each record is a row. Numbers, strings, token ids, messages, turns and calls have typed columns. Values without a fixed
+type are JSON in a string column: ground truth, arguments, metrics, rewards, and in `extra` all other fields of the
+line. Lone surrogates, which Parquet cannot store, become U+FFFD.
 
-It is written in parts, so that a directory of any size can be converted, and appears under its name when it is whole.
+The file is written in row groups of bounded size, and replaces an existing file only when it is complete.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from toolroll._internal.text import replace_lone_surrogates_in_json
 from toolroll.errors import ConfigError, MissingExtra
 from toolroll.records.json_line import BadLine, encode
-from toolroll.records.packed import Tokens
+from toolroll.records.packed_tokens import PackedTokens
 from toolroll.records.record import Record, number
-from toolroll.records.schema import Line
+from toolroll.records.schema import RecordLine
 
 logger = logging.getLogger(__name__)
 
-ROWS = 1000
-"""In a row group, at the most."""
-BYTES = 16 * 1024 * 1024
-"""Of lines, in a row group, about."""
-HALF = re.compile("[\ud800-\udfff]")
+ROW_GROUP_MAX_ROWS = 1000
+"""Maximum number of rows in a row group."""
+ROW_GROUP_TARGET_BYTES = 16 * 1024 * 1024
+"""Approximate size of the lines in a row group."""
 
-KEPT = frozenset(Line.model_fields) - {"uid", "written_at"}
-"""Fields that have columns."""
+COLUMN_FIELDS = frozenset(RecordLine.model_fields) - {"uid", "written_at"}
+"""Fields that have their own columns."""
+
+
+def _int64(value: Any) -> int | None:
+    is_int64 = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return value if is_int64 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else encode(value).decode("utf-8").rstrip("\n")
+
+
+ToType = Callable[[Any], Any]
+"""Function that converts the values of a column. It also determines the column's type."""
+ColumnTypes = Mapping[str, ToType]
+RECORD_COLUMNS: ColumnTypes = {
+    "input": _text, "output": _text, "gts": _json, "score": number, "step": _int64, "sample": _int64, "seconds": number,
+    "request_id": _text, "group": _text, "finish_reason": _text, "outcome": _text, "fidelity": _text,
+    "logprobs_mode": _text, "error": _text,
+}  # fmt: skip
+MESSAGE_COLUMNS: ColumnTypes = {
+    "role": _text, "content": _text, "reasoning_content": _text,
+    "tool_calls": _json, "tool_call_id": _text, "name": _text,
+}  # fmt: skip
+TURN_COLUMNS: ColumnTypes = {
+    "turn": _int64, "tokens": _int64, "finish": _text, "weight_version": _text,
+    "seconds": number, "queue": number, "cached_tokens": _int64, "attempts": _int64,
+}  # fmt: skip
+CALL_COLUMNS: ColumnTypes = {
+    "turn": _int64, "tool": _text, "arguments": _text, "answer": _text, "fault": _text, "error": _text,
+    "reward": number, "seconds": number, "queue_wait": number, "execution_time": number, "attempts": _int64,
+    "metrics": _json,
+}  # fmt: skip
+SPAN_COLUMNS: ColumnTypes = {"author": _text, "turn": _int64, "start": _int64, "end": _int64, "weight_version": _text}
 
 
 def convert(records: Iterable[Record], path: Path) -> int:
-    """Write records to a Parquet file; how many there were."""
+    """Write records to a Parquet file.
+
+    Args:
+        records: Records to write.
+        path: Path of the file. An existing file is replaced.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+        MissingExtra: If pyarrow is not installed.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise MissingExtra("pyarrow", "records") from error
     schema, count = _schema(pa), 0
-    with _in_place(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as file:
-        for rows in _groups(records):
+    with _atomic_file(path) as part, pq.ParquetWriter(part, schema, compression="zstd") as file:
+        for rows in _row_groups(records):
             try:
                 table = pa.Table.from_pylist(rows, schema)
             except UnicodeEncodeError:
-                table = pa.Table.from_pylist(_scrubbed(rows), schema)
+                table = pa.Table.from_pylist(replace_lone_surrogates_in_json(rows), schema)
             file.write_table(table)
             count += len(rows)
     return count
 
 
 @contextmanager
-def _in_place(path: Path) -> Iterator[Path]:
-    """A file beside `path`, which takes its place in the end, or is gone."""
+def _atomic_file(path: Path) -> Iterator[Path]:
+    """Provide a temporary path. The file replaces `path` if the block succeeds, and is deleted otherwise."""
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
-        os.replace(part, path)  # noqa: PTH105 (it says more plainly that another is replaced)
+        part.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path} can't be written: {os.strerror(error.errno) if error.errno else error}.") from error
+        raise ConfigError(f"Cannot write {path}: {os.strerror(error.errno) if error.errno else error}.") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def _groups(records: Iterable[Record]) -> Iterator[list[dict[str, Any]]]:
+def _row_groups(records: Iterable[Record]) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     size = 0
     for record in records:
         rows.append(_row(record))
         size += 2 * (len(record.input) + len(record.output))
-        if len(rows) >= ROWS or size >= BYTES:
+        if len(rows) >= ROW_GROUP_MAX_ROWS or size >= ROW_GROUP_TARGET_BYTES:
             yield rows
             rows, size = [], 0
     if rows:
@@ -82,28 +130,24 @@ def _groups(records: Iterable[Record]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _schema(pa: Any) -> Any:
-    text, whole, real = pa.string(), pa.int64(), pa.float64()
-    message = dict.fromkeys(("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"), text)
-    turn = {"turn": whole, "tokens": whole, "finish": text, "weight_version": text}
-    turn |= {"seconds": real, "queue": real, "cached_tokens": whole, "attempts": whole}
-    call = {"turn": whole, "tool": text, "arguments": text, "answer": text, "fault": text, "error": text}
-    call |= {"reward": real, "seconds": real, "queue_wait": real, "execution_time": real, "attempts": whole}
-    call |= {"metrics": text}
-    span = {"author": text, "turn": whole, "start": whole, "end": whole, "weight_version": text}
+    types: dict[ToType, Any] = {_text: pa.string(), _json: pa.string(), _int64: pa.int64(), number: pa.float64()}
+
+    def typed(columns: ColumnTypes) -> dict[str, Any]:
+        return {name: types[to_type] for name, to_type in columns.items()}
+
     tokens = {
-        "prompt_length": whole,
+        "prompt_length": pa.int64(),
         "token_ids": pa.list_(pa.int32()),
         "token_mask": pa.list_(pa.int8()),
         "token_logprobs": pa.list_(pa.float32()),
-        "spans": pa.list_(pa.struct(span)),
+        "spans": pa.list_(pa.struct(typed(SPAN_COLUMNS))),
     }
-    lists = {"messages": message, "turns": turn, "calls": call, "earlier": tokens}
+    lists = {"messages": typed(MESSAGE_COLUMNS), "turns": typed(TURN_COLUMNS), "calls": typed(CALL_COLUMNS)}
     return pa.schema(
-        {"input": text, "output": text, "gts": text, "score": real, "step": whole, "sample": whole, "seconds": real}
-        | dict.fromkeys(("request_id", "group", "finish_reason", "outcome", "fidelity", "logprobs_of", "error"), text)
+        typed(RECORD_COLUMNS)
         | tokens
-        | {name: pa.list_(pa.struct(of)) for name, of in lists.items()}
-        | {"rewards": text, "extra": text}
+        | {name: pa.list_(pa.struct(struct)) for name, struct in (lists | {"earlier": tokens}).items()}
+        | {"rewards": pa.string(), "extra": pa.string()}
     )
 
 
@@ -112,109 +156,45 @@ def _row(record: Record) -> dict[str, Any]:
     try:
         tokens, earlier = record.tokens, record.earlier
     except BadLine as error:
-        logger.warning("sample %s of step %s has no tokens now: %s", record.request_id, record.step, error)
+        logger.warning("sample %s of step %s: tokens left out: %s", record.request_id, record.step, error)
         tokens, earlier = None, []
-    carried = fields.get("extra")
-    others = {name: value for name, value in fields.items() if name not in KEPT}
+    extra = fields.get("extra")
+    others = {name: value for name, value in fields.items() if name not in COLUMN_FIELDS}
     return {
-        "input": record.input,
-        "output": record.output,
-        "gts": _json(record.gts),
-        "score": record.score,
-        "step": _whole(record.step),
-        "sample": _whole(record.sample),
-        "seconds": record.seconds,
-        "request_id": record.request_id,
-        "group": record.group,
-        "finish_reason": record.finish_reason,
-        "outcome": record.outcome,
-        "fidelity": record.fidelity,
-        "logprobs_of": _text(fields.get("logprobs_of")),
-        "error": record.error,
+        **{name: to_type(getattr(record, name, fields.get(name))) for name, to_type in RECORD_COLUMNS.items()},
         **({} if tokens is None else _tokens(tokens)),
-        "earlier": [_tokens(one) for one in earlier],
+        "earlier": [_tokens(sequence) for sequence in earlier],
         "messages": [_message(message) for message in record.messages],
         "turns": [_turn(turn) for turn in record.turns],
         "calls": [_call(call) for call in record.calls],
         "rewards": _json(record.rewards),
-        "extra": _json({**carried, **others} if isinstance(carried, dict) else others),
+        "extra": _json({**extra, **others} if isinstance(extra, dict) else others),
     }
 
 
-def _tokens(tokens: Tokens) -> dict[str, Any]:
+def _tokens(tokens: PackedTokens) -> dict[str, Any]:
     return {
         "prompt_length": tokens.prompt_length,
         "token_ids": tokens.ids,
         "token_mask": tokens.mask,
         "token_logprobs": tokens.logprobs,
-        "spans": [
-            {
-                "author": span.author.value,
-                "turn": span.turn,
-                "start": span.start,
-                "end": span.end,
-                "weight_version": span.weight_version,
-            }
-            for span in tokens.spans
-        ],
+        "spans": [{**asdict(span), "author": span.author.value} for span in tokens.spans],
     }
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    texts = ("role", "content", "reasoning_content", "tool_call_id", "name")
-    calls = message.get("tool_calls")
-    return {name: _text(message.get(name)) for name in texts} | {"tool_calls": _json(calls) if calls else None}
+    return _struct({**message, "tool_calls": message.get("tool_calls") or None}, MESSAGE_COLUMNS)
 
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
-    given = turn.get("timings")
-    timings = given if isinstance(given, dict) else {}
-    return {
-        "turn": _whole(turn.get("turn")),
-        "tokens": _whole(turn.get("tokens")),
-        "finish": _text(turn.get("finish")),
-        "weight_version": _text(turn.get("weight_version")),
-        "seconds": number(timings.get("total")),
-        "queue": number(timings.get("queue")),
-        "cached_tokens": _whole(timings.get("cached_tokens")),
-        "attempts": _whole(timings.get("attempts")),
-    }
+    timings = timings if isinstance(timings := turn.get("timings"), dict) else {}
+    return _struct({**timings, **turn, "seconds": timings.get("total")}, TURN_COLUMNS)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    given = call.get("metrics")
-    metrics = given if isinstance(given, dict) else {}
-    return {
-        "turn": _whole(call.get("turn")),
-        **{name: _text(call.get(name)) for name in ("tool", "arguments", "answer", "fault", "error")},
-        "reward": number(call.get("reward")),
-        "seconds": number(call.get("seconds")),
-        "queue_wait": number(metrics.get("queue_wait")),
-        "execution_time": number(metrics.get("execution_time")),
-        "attempts": _whole(metrics.get("attempts")),
-        "metrics": _json(metrics),
-    }
+    metrics = metrics if isinstance(metrics := call.get("metrics"), dict) else {}
+    return _struct({**metrics, **call, "metrics": metrics}, CALL_COLUMNS)
 
 
-def _whole(value: Any) -> int | None:
-    is_one = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-    return value if is_one else None
-
-
-def _text(value: Any) -> str | None:
-    """A text as it is; what is none, as JSON."""
-    return value if isinstance(value, str) else _json(value)
-
-
-def _json(value: Any) -> str | None:
-    return None if value is None else encode(value).decode("utf-8").rstrip("\n")
-
-
-def _scrubbed(value: Any) -> Any:
-    if isinstance(value, str):
-        return HALF.sub("�", value)
-    if isinstance(value, list):
-        return [_scrubbed(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _scrubbed(item) for name, item in value.items()}
-    return value
+def _struct(fields: Mapping[str, Any], columns: ColumnTypes) -> dict[str, Any]:
+    return {name: to_type(fields.get(name)) for name, to_type in columns.items()}

@@ -1,56 +1,74 @@
-"""Reading dumps from first to last, one record at a time.
+"""Read the records of dumps in order, one at a time.
 
-    for record in read("dumps", steps=range(100, 200)):
+    for record in read_records("dumps", steps=range(100, 200)):
         ...
 
-Of a directory of any size no more is held than one line. A line that can't be read is logged, counted and skipped: a
-file that a process was killed over reads to its last whole line.
+Only one line is in memory at a time. Lines that cannot be read are logged, counted and skipped, so the file of a killed
+process can be read up to its last complete line.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from toolroll.errors import ConfigError
-from toolroll.records.directory import DumpFile, dump_files
+from toolroll.records.directory import DumpFile, StrPath, dump_files
 from toolroll.records.json_line import BadLine
 from toolroll.records.record import Record
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 256 * 1024 * 1024
-"""Bytes of a line. What is longer is no line of a dump, and must not fill the memory."""
-BUFFER = 512 * 1024
-"""Bytes that are read at a time: a good many lines."""
-NAMED = 20
-"""Lines that can't be read and are logged. The others are counted."""
+MAX_LINE_BYTES = 256 * 1024 * 1024
+"""Maximum length of a line. A longer line does not belong to a dump and must not fill the memory."""
+READ_BUFFER_BYTES = 512 * 1024
+MAX_LOGGED_BAD_LINES = 20
+"""Maximum number of unreadable lines that are logged. Further ones are only counted."""
 
 
-def read(directory: str | os.PathLike[str], *, steps: Iterable[int] | None = None) -> Reading:
-    """The records of a directory (or of one file) by step, those of the given steps only if some are given."""
+def read_records(directory: StrPath, *, steps: Iterable[int] | None = None) -> RecordIterator:
+    """Return the records of a directory by step.
+
+    Args:
+        directory: The `rollout_data_dir`, or a single file.
+        steps: Steps to read; all by default.
+
+    Returns:
+        An iterator, which counts the unreadable lines in `bad_lines`.
+
+    Raises:
+        ConfigError: If the directory does not exist or cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from toolroll.records.writer import RecordWriter
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with RecordWriter(directory) as writer:
+        ...         writer.append({"output": "42", "score": 1.0}, step=7)
+        ...     [(record.step, record.score) for record in read_records(directory)]
+        [(7, 1.0)]
+    """
     wanted = None if steps is None else steps if isinstance(steps, range) else set(steps)
-    return Reading([file for file in dump_files(directory) if wanted is None or file.step in wanted])
+    return RecordIterator([file for file in dump_files(directory) if wanted is None or file.step in wanted])
 
 
-class Reading(Iterator[Record]):
-    """Records, as they are read."""
+class RecordIterator(Iterator[Record]):
+    """Iterator over the records of several files.
 
-    def __init__(self, files: Iterable[DumpFile]) -> None:
-        files = list(files)
-        self.bad = 0
-        """Lines that could not be read, so far."""
-        self.done = 0
-        """Bytes that were read, so far."""
-        self.size = sum(path.stat().st_size for file in files if (path := Path(file.path)).exists())
-        """Bytes that there are to read."""
+    Args:
+        files: Files to read, in this order.
+    """
+
+    def __init__(self, files: Sequence[DumpFile]) -> None:
+        self.bad_lines = 0
+        """Number of unreadable lines so far."""
+        self.bytes_read = 0
+        """Number of bytes read so far."""
+        self.total_bytes = sum(path.stat().st_size for file in files if (path := Path(file.path)).exists())
+        """Size of all files."""
         self._records = self._read(files)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Record:
         return next(self._records)
@@ -58,45 +76,49 @@ class Reading(Iterator[Record]):
     def _read(self, files: Iterable[DumpFile]) -> Iterator[Record]:
         for file in files:
             try:
-                opened = Path(file.path).open("rb", BUFFER)  # noqa: SIM115 (what is raised while it is open isn't its fault)
+                opened = Path(file.path).open("rb", READ_BUFFER_BYTES)  # noqa: SIM115 (only opening is in the try block)
             except OSError as error:
-                raise ConfigError(f"{file.path} can't be read: {error.strerror}.") from error
+                raise ConfigError(f"Cannot read {file.path}: {error.strerror}.") from error
             with opened:
-                for place, line in enumerate(lines(opened), 1):
-                    self.done += len(line)
-                    if not line.isspace() and (record := self._parsed(file.path, place, line)):
+                for number, line in enumerate(read_lines(opened), 1):
+                    self.bytes_read += len(line)
+                    if not line.isspace() and (record := self._parse(file.path, number, line)):
                         yield record
 
-    def _parsed(self, path: str, place: int, line: bytes) -> Record | None:
+    def _parse(self, path: str, number: int, line: bytes) -> Record | None:
         try:
-            return Record.parse(whole(line))
+            return Record.parse(check_complete(line))
         except BadLine as error:
-            self.bad += 1
-            if self.bad <= NAMED:
-                logger.warning("%s, line %d was skipped: %s", path, place, error)
-            if self.bad == NAMED:
-                logger.warning("Further lines that can't be read are skipped without a word.")
+            self.bad_lines += 1
+            if self.bad_lines <= MAX_LOGGED_BAD_LINES:
+                logger.warning("%s: skipped line %d: %s", path, number, error)
+            if self.bad_lines == MAX_LOGGED_BAD_LINES:
+                logger.warning("Further unreadable lines are skipped without being logged.")
             return None
 
 
-def lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file, from where it is. Of one that is too long comes the beginning, without an end."""
-    while line := file.readline(LONGEST):
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file from its current position. Too long lines are truncated and lack the newline."""
+    while line := file.readline(MAX_LINE_BYTES):
         if is_too_long(line):
-            while (rest := file.readline(LONGEST)) and not rest.endswith(b"\n"):
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                 pass
         yield line
 
 
 def is_too_long(line: bytes) -> bool:
-    """Whether it is the beginning of a line that is no line of a dump."""
-    return len(line) >= LONGEST
+    """Return True if a line from `read_lines` was truncated."""
+    return len(line) >= MAX_LINE_BYTES
 
 
-def whole(line: bytes) -> bytes:
-    """The line, or BadLine where it was cut short."""
+def check_complete(line: bytes) -> bytes:
+    """Return the line.
+
+    Raises:
+        BadLine: If the line is incomplete or too long.
+    """
     if is_too_long(line):
-        raise BadLine(f"It is longer than {LONGEST // 1024**2} MB.")
+        raise BadLine(f"Line is longer than {MAX_LINE_BYTES // 1024**2} MB.")
     if not line.endswith(b"\n") and not line.rstrip().endswith(b"}"):
-        raise BadLine("It is half a line: its writer is at it still, or was stopped over it.")
+        raise BadLine("Incomplete line: it is still being written, or its writer was stopped.")
     return line

@@ -1,10 +1,10 @@
-"""Record: one line of a dump, whoever wrote it.
+"""One line of a dump, written by toolroll or by verl.
 
-Our own lines say everything. verl's (0.6 to 0.9) say `input, output, gts, score, step` and what the reward function
-gave beside the score; the newer trainer's add `uid`, `{group}_{sample}_{part}`. What isn't said is None or empty, and
-the conversation is read out of the text (conversation.py). The line as it was parsed is in `fields`.
+toolroll's lines have all fields. verl's lines (0.6 to 0.9) have `input, output, gts, score, step` and the extra values
+of the reward function; its newer trainer adds `uid`, `{group}_{sample}_{part}`. Missing fields are None or empty, and
+the conversation is parsed from the text (conversation.py). `fields` has the parsed line.
 
-Text may have lone surrogates: models write them. Who encodes it must say what becomes of them.
+Strings may contain lone surrogates, because models write them. Code that encodes them needs an error handler.
 """
 
 from __future__ import annotations
@@ -15,47 +15,65 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolroll.errors import Fault
-from toolroll.records.conversation import messages_of, turns_and_calls
+from toolroll.records.conversation import count_turns_and_calls, parse_messages
 from toolroll.records.json_line import BadLine, decode
-from toolroll.records.packed import Tokens, unpack
-from toolroll.records.summary import Summary
+from toolroll.records.packed_tokens import PackedTokens, unpack
+from toolroll.records.summary import SampleSummary
 
 FORMAT = "toolroll/1"
-"""What our lines say that they are. The number changes when what a reader of it relies on does."""
+"""Value of the `format` field. The number changes with incompatible changes of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One sample."""
+    """One sample, as read from a dump."""
 
     step: int | None
+    """The trainer's step."""
     score: float | None
+    """Reward."""
     input: str
+    """Text of the prompt."""
     output: str
+    """Text after the prompt."""
     gts: Any
-    """The ground truth."""
+    """Ground truth."""
     request_id: str | None
+    """Id of the trajectory."""
     group: str | None
-    """The same for all samples of one prompt; of verl's lines that don't say, a mark of the prompt's text."""
+    """Id that all samples of one prompt share. For verl's lines without one, a hash of the prompt."""
     sample: int | None
+    """Index of the sample in its group."""
     calls: list[dict[str, Any]]
+    """Tool calls."""
     turns: list[dict[str, Any]]
+    """Answers of the engine."""
     rewards: dict[str, Any]
+    """Components of the reward."""
     finish_reason: str | None
+    """Reason why the trajectory ended."""
     outcome: str | None
+    """`ok`, or `infra` if the sample must be excluded from the loss."""
     fidelity: str | None
+    """Fidelity of the tokens."""
     error: str | None
+    """Error message, if the trajectory failed."""
     seconds: float | None
+    """Duration of the trajectory."""
     fields: dict[str, Any]
-    """The whole line."""
+    """All fields of the line."""
 
     @classmethod
     def parse(cls, line: bytes) -> Record:
-        """Read a line. Raises BadLine, which says what is wrong with it."""
+        """Parse a line.
+
+        Raises:
+            BadLine: If the line is not a JSON object, or has an unsupported format.
+        """
         fields = decode(line)
         form = fields.get("format")
         if isinstance(form, str) and form.startswith("toolroll/") and form != FORMAT:
-            raise BadLine(f"It was written by another toolroll, in the form {form}; this one reads {FORMAT}.")
+            raise BadLine(f"Unsupported format {form}. This version of toolroll reads {FORMAT}.")
         group, sample = _group(fields)
         return cls(
             step=_int(fields.get("step")),
@@ -78,33 +96,35 @@ class Record:
         )
 
     @property
-    def is_ours(self) -> bool:
-        """Whether toolroll wrote it, and everything is said."""
+    def is_native(self) -> bool:
+        """Whether toolroll wrote the line, so that all fields are known."""
         return self.fields.get("format") == FORMAT
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation: as it was written, or read out of the text."""
-        return _objects(self.fields.get("messages")) or messages_of(self.input, self.output)
+        """The conversation, parsed from the text if the line has no messages."""
+        return _objects(self.fields.get("messages")) or parse_messages(self.input, self.output)
 
     @property
-    def tokens(self) -> Tokens | None:
-        """The tokens, where they were written. Raises BadLine where they can't be read."""
+    def tokens(self) -> PackedTokens | None:
+        """The tokens, or None if they were not written. Raises BadLine if they are damaged."""
         packed = self.fields.get("tokens")
-        return unpack(packed) if self.is_ours and isinstance(packed, dict) else None
+        return unpack(packed) if self.is_native and isinstance(packed, dict) else None
 
     @property
-    def earlier(self) -> list[Tokens]:
-        """Where the template wrote an earlier turn anew: the tokens up to there, each a sequence of its own."""
-        return [unpack(packed) for packed in _objects(self.fields.get("earlier"))] if self.is_ours else []
+    def earlier(self) -> list[PackedTokens]:
+        """Token sequences from before each point where the template rendered an earlier turn differently."""
+        return [unpack(packed) for packed in _objects(self.fields.get("earlier"))] if self.is_native else []
 
-    def summary(self) -> Summary:
-        """What a list shows of it."""
+    def summary(self) -> SampleSummary:
+        """Return the summary that lists show."""
         turns, calls = len({str(turn.get("turn")) for turn in self.turns}), len(self.calls)
-        if not self.is_ours:
-            turns, calls = turns_and_calls(self.input, self.output)
+        if not self.is_native:
+            turns, calls = count_turns_and_calls(self.input, self.output)
         faults = [call.get("fault") for call in self.calls]
-        return Summary(
+        packed = self.fields.get("tokens")  # counted without unpacking
+        spans = _objects(packed.get("spans")) if self.is_native and isinstance(packed, dict) else []
+        return SampleSummary(
             step=self.step,
             score=self.score,
             turns=turns,
@@ -117,25 +137,17 @@ class Record:
             group=self.group,
             sample=self.sample,
             request_id=self.request_id,
-            tokens=self._length(),
+            tokens=_int(spans[-1].get("end")) if spans else None,
             seconds=self.seconds,
         )
 
-    def _length(self) -> int | None:
-        """How many tokens, without unpacking them."""
-        packed = self.fields.get("tokens")
-        spans = _objects(packed.get("spans")) if self.is_ours and isinstance(packed, dict) else []
-        return _int(spans[-1].get("end")) if spans else None
-
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, int | float):
-        try:
-            return float(value) if math.isfinite(value) else None
-        except OverflowError:
-            return None
-    return None
+    """Return a value as a float, or None if it is not a finite number."""
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer that is too large
+        return None
 
 
 def _int(value: Any) -> int | None:
@@ -151,7 +163,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _group(fields: dict[str, Any]) -> tuple[str | None, int | None]:
-    """Which prompt it is of, and which of its samples it is."""
+    """Return the group and the index of the sample in it."""
     if "group" in fields:
         return _text(fields["group"]), _int(fields.get("sample"))
     uid = fields.get("uid")

@@ -1,7 +1,6 @@
-"""The JSON Schema of a line, which docs/records.schema.json holds.
+"""JSON Schema of a record line, from which docs/records.schema.json is generated.
 
-It is made from the classes here, so that what each field is stands in one place. They are for the schema only: a line
-is written and read without them.
+The classes only define the schema. Lines are written and read without them.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from toolroll.errors import Fault
 from toolroll.records.record import FORMAT
@@ -20,107 +19,113 @@ from toolroll.schemas import ToolCall
 Base64 = Annotated[str, Field(json_schema_extra={"contentEncoding": "base64"})]
 
 
-class _Exactly(BaseModel):
-    """An object that has these fields, all of them, and no others."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _ExactModel(BaseModel, extra="forbid", use_attribute_docstrings=True):
+    """An object with exactly these fields."""
 
 
-class SpanLine(_Exactly):
-    """A range of tokens by one author."""
+class SpanLine(_ExactModel):
+    """A range of tokens with one author."""
 
     author: Author
-    """Who wrote it: `model` is what was sampled, and has mask 1; all else has 0."""
+    """Author of the tokens. `model` tokens were sampled and have mask 1; all others have mask 0."""
     turn: int
-    """Which of the model's turns it belongs to, from 0."""
+    """Index of the model turn that the span belongs to, from 0."""
     start: int
+    """Index of the first token."""
     end: int
-    """Exclusive."""
+    """Index after the last token."""
     weight_version: str | None
-    """Which weights sampled it."""
+    """Version of the weights that sampled the tokens."""
 
 
-class TokensLine(_Exactly):
+class TokensLine(_ExactModel):
     """A sequence of tokens."""
 
     ids: Base64
-    """Little-endian 32-bit integers."""
+    """Token ids as little-endian 32-bit integers."""
     logprobs: Base64 | None
-    """Little-endian 32-bit floats, of the sampled tokens only; null where the engine gave none."""
+    """Log-probabilities of the sampled tokens as little-endian 32-bit floats; null if the engine returned none."""
     spans: list[SpanLine]
-    """They divide the ids without gap or overlap."""
+    """Spans that cover the ids without gaps or overlaps."""
 
 
-class TimingsLine(_Exactly):
-    """What the engine took for one answer."""
+class TimingsLine(_ExactModel):
+    """Timings of one answer of the engine."""
 
     total: float | None
-    """Seconds, by our own clock, over all attempts."""
+    """Duration of the request in seconds, including all attempts, measured by the client."""
     queue: float | None
-    """Seconds in the engine's queue, where it says."""
+    """Time in the engine's queue in seconds, if the engine reports it."""
     cached_tokens: int | None
-    """Tokens of the prompt that were in the engine's prefix cache."""
+    """Number of prompt tokens found in the engine's prefix cache."""
     attempts: int
+    """Number of attempts."""
 
 
-class TurnLine(_Exactly):
-    """One answer of the engine. A turn that was interrupted has several."""
+class TurnLine(_ExactModel):
+    """One answer of the engine. An interrupted turn has several."""
 
     turn: int
+    """Index of the model turn, from 0."""
     tokens: int
+    """Number of sampled tokens."""
     finish: str
+    """Reason why the engine stopped."""
     weight_version: str | None
+    """Version of the weights."""
     timings: TimingsLine
 
 
-class CallMetrics(BaseModel):
-    """What a tool says of a call. Any other keys may be there."""
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+class CallMetrics(BaseModel, extra="allow", use_attribute_docstrings=True):
+    """Metrics that a tool reported for a call. Other keys are allowed."""
 
     queue_wait: float | None = None
-    """Seconds until the limiter gave a slot."""
+    """Time until the limiter granted a slot, in seconds."""
     sandbox_wait: float | None = None
-    """Seconds in the sandbox's own queue."""
+    """Time in the sandbox's queue, in seconds."""
     execution_time: float | None = None
-    """Seconds that the program ran."""
+    """Run time of the program, in seconds."""
     attempts: int | None = None
+    """Number of attempts."""
 
 
-class CallLine(_Exactly):
-    """One call of a tool."""
+class CallLine(_ExactModel):
+    """One tool call."""
 
     turn: int
+    """Index of the model turn, from 0."""
     tool: str | None
-    """As the model named it."""
+    """Name of the tool, as written by the model."""
     arguments: str | dict[str, Any] | None
-    """As the model wrote them."""
+    """Arguments, as written by the model."""
     answer: str
-    """What the model was told."""
+    """Text that was returned to the model."""
     fault: Fault | None
-    """Whose fault it was that it failed, if it did."""
+    """Fault attribution, if the call failed."""
     error: str | None
+    """Error message, if the call failed."""
     reward: float | None
+    """Reward that the tool assigned to the call."""
     seconds: float | None
-    """Of the whole call."""
+    """Duration of the whole call, in seconds."""
     metrics: CallMetrics
 
 
-class RewardsLine(_Exactly):
-    """What it earned."""
+class RewardsLine(_ExactModel):
+    """Reward of a trajectory and its components."""
 
     total: float | None
-    """The same as `score`."""
+    """Same as `score`."""
     steps: list[float | None]
-    """By turn."""
+    """Rewards by turn."""
     tools: dict[str, float | None]
+    """Rewards by tool."""
     functions: dict[str, float | None]
+    """Rewards by reward function."""
 
 
-class MessageLine(BaseModel):
-    """A message, as chat templates read it. Any other keys may be there."""
-
-    model_config = ConfigDict(extra="allow")
+class MessageLine(BaseModel, extra="allow"):
+    """A chat message, as chat templates expect it. Other keys are allowed."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None
@@ -130,54 +135,59 @@ class MessageLine(BaseModel):
     name: str | None = None
 
 
-class Line(_Exactly):
-    """One line of `{rollout_data_dir}/{step}.jsonl`, as toolroll writes it. A number that isn't finite is null."""
+class RecordLine(_ExactModel):
+    """One line of `{rollout_data_dir}/{step}.jsonl`. Numbers that are not finite are null."""
 
     input: str
-    """The prompt's text."""
+    """Text of the prompt."""
     output: str
-    """All that came after it: the model's turns and the tools' answers."""
+    """Text after the prompt: the model's turns and the tool responses."""
     gts: Any
-    """The ground truth."""
+    """Ground truth."""
     score: float | None
-    """The reward; null where there is none, as the infrastructure failed."""
+    """Reward; null if there is none because of an infra fault."""
     step: int
-    """The trainer's."""
+    """The trainer's step."""
     uid: str
     """`{group}_{sample}_0`."""
     format: Literal["toolroll/1"]
-    """Which form this is."""
+    """Version of the format."""
     written_at: float
-    """Seconds since 1970, UTC."""
+    """Time of writing, in seconds since 1970 (UTC)."""
     request_id: str
+    """Unique id of the trajectory."""
     group: str
-    """The same for all samples of one prompt."""
+    """Id that all samples of one prompt share."""
     sample: int
-    """Which of these it is, from 0."""
+    """Index of the sample in its group, from 0."""
     finish_reason: FinishReason
+    """Reason why the trajectory ended."""
     outcome: Literal["ok", "infra"]
-    """`infra`: keep it out of the loss."""
+    """`infra` if the sample must be excluded from the loss."""
     error: str | None
-    """What failed, where something did."""
+    """Error message, if the trajectory failed."""
     fidelity: Fidelity
-    """How far the tokens can be trusted."""
+    """Fidelity of the tokens."""
     seconds: float | None
-    """From its begin to its end."""
+    """Duration of the trajectory, in seconds."""
     rewards: RewardsLine
     turns: list[TurnLine]
+    """Answers of the engine."""
     calls: list[CallLine]
+    """Tool calls."""
     messages: list[MessageLine]
-    logprobs_of: Literal["scaled", "raw"] | None
-    """Which distribution the log-probabilities are of."""
+    """The conversation."""
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None
+    """Distribution that the log-probabilities refer to."""
     tokens: TokensLine | None
-    """Null where there are none, or they were left out."""
+    """Tokens; null if there are none or if they were not written."""
     earlier: list[TokensLine]
-    """Where the template wrote an earlier turn anew: the tokens up to there, each a sequence of its own."""
+    """Token sequences from before each point where the template rendered an earlier turn differently."""
     extra: dict[str, Any]
-    """What else the prompt's row carried."""
+    """Other fields of the prompt row."""
 
 
 def json_schema() -> str:
-    """The schema, as the file has it."""
-    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FORMAT, **Line.model_json_schema()}
-    return json.dumps({**made, "title": FORMAT}, indent=2, ensure_ascii=False) + "\n"
+    """Return the JSON Schema of a line, as in docs/records.schema.json."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FORMAT}
+    return json.dumps(head | RecordLine.model_json_schema() | head, indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Summary: what a list shows of a sample."""
+"""Summary of a sample, as shown in lists."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """One sample in short. None where it isn't known, as of verl's dumps much isn't."""
+class SampleSummary:
+    """Summary of one sample. A field is None if it is unknown, as many fields are in verl dumps."""
 
     step: int | None
     score: float | None
     turns: int
-    """Of the model."""
+    """Number of model turns."""
     calls: int
-    """Of tools."""
+    """Number of tool calls."""
     policy_faults: int
-    """Calls that failed by the model's own doing."""
+    """Tool calls that failed with a policy fault."""
     infra_faults: int
-    """Calls that failed by the infrastructure's."""
+    """Tool calls that failed with an infra fault."""
     finish_reason: str | None
     outcome: str | None
     fidelity: str | None
@@ -30,11 +30,12 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """A line that can't be read."""
+class UnreadableLine:
+    """A line that cannot be read."""
 
     path: str
+    """Path of the file."""
     number: int
-    """Of the line in its file, from 1."""
+    """Line number in the file, from 1."""
     problem: str
-    """What is wrong with it, for a person to read."""
+    """Error message."""

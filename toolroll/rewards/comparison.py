@@ -1,66 +1,57 @@
-"""Whether what came out is what was expected.
+r"""Compare output and values with what a test case expects.
 
-Text, as a program prints it (`same_output`): line by line, after white space at the end of each line (`\\r` among it)
-and empty lines at the end of all have been removed. Everything else counts, white space at a line's beginning too. With
-a tolerance, two words that are both numbers may differ by `tolerance × max(1, |expected|)`; the white space between
-words still counts. NaN is NaN, and an infinity is only itself.
+Text output (`first_difference`) is compared line by line, ignoring white space at the end of each line (including
+`\r`) and empty lines at the end. Everything else counts, including white space at the start of a line. With a
+tolerance, two words that are both numbers may differ by `tolerance × max(1, |expected|)`; the white space between words
+still counts. NaN equals NaN, and an infinity equals only itself.
 
-Values, as JSON has them (`same_value`): a tuple is a list, `1` is `1.0`, `true` is not `1`, names of an object are
-text (`{1: 2}` is `{"1": 2}`), and the order of names is of no account. A tolerance counts where one of two numbers has
-a fraction (is a float); NaN is NaN. What is no JSON value is like nothing.
+JSON values (`same_value`): `1` equals `1.0`, `true` does not equal `1`, and the order of keys does not matter. A
+tolerance applies if at least one of two numbers is a float; NaN equals NaN.
 
-Pure, never raises, and takes time in proportion to what is compared.
+All functions are pure, never raise, and take time linear in the size of their arguments.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from math import inf, isfinite, isinf, isnan
+from math import isfinite, isnan
 from typing import Any
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_NO_NUMBER = {"nan": float("nan"), "inf": inf, "infinity": inf}
-_WORDS = re.compile(r"\s+|\S+")
-
-
-def same_output(got: str, expected: str, tolerance: float | None = None) -> bool:
-    """Whether a program printed what was expected."""
-    return first_difference(got, expected, tolerance) is None
+_SPECIAL_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE | re.ASCII)
+_WORDS_AND_SPACES = re.compile(r"\s+|\S+")
 
 
 def first_difference(got: str, expected: str, tolerance: float | None = None) -> int | None:
-    """The first line in which they differ, from 0; None if they are the same."""
-    ours, theirs = lines_of(got), lines_of(expected)
-    if ours == theirs:
+    """Return the index of the first line that differs, or None if the outputs are equal."""
+    got_lines, expected_lines = comparable_lines(got), comparable_lines(expected)
+    if got_lines == expected_lines:
         return None
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        if one != other and (tolerance is None or not _same_line(one, other, tolerance)):
+    for number, (line, expected_line) in enumerate(zip(got_lines, expected_lines, strict=False)):
+        if line != expected_line and (tolerance is None or not _same_line(line, expected_line, tolerance)):
             return number
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+    return None if len(got_lines) == len(expected_lines) else min(len(got_lines), len(expected_lines))
 
 
-def lines_of(output: str) -> list[str]:
-    """The lines that are compared."""
+def comparable_lines(output: str) -> list[str]:
+    """Return the lines of an output that are compared, without trailing white space."""
     lines = [line.rstrip() for line in output.rstrip().split("\n")]
     return [] if lines == [""] else lines
 
 
 def same_value(got: Any, expected: Any, tolerance: float | None = None) -> bool:
-    """Whether two JSON values are the same."""
-    left = [(got, expected)]
-    while left:  # not by recursion: how deep a value goes is the program's choice
-        one, other = left.pop()
-        if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+    """Return True if two JSON values are equal."""
+    pairs = [(got, expected)]
+    while pairs:  # a loop instead of recursion, because the program decides how deeply a value is nested
+        one, other = pairs.pop()
+        if isinstance(one, list) and isinstance(other, list):
             if len(one) != len(other):
                 return False
-            left.extend(zip(one, other, strict=True))
-        elif isinstance(one, Mapping) and isinstance(other, Mapping):
-            ours, theirs = _by_name(one), _by_name(other)
-            if ours is None or theirs is None or ours.keys() != theirs.keys():
+            pairs.extend(zip(one, other, strict=True))
+        elif isinstance(one, dict) and isinstance(other, dict):
+            if one.keys() != other.keys():
                 return False
-            left.extend((ours[name], theirs[name]) for name in theirs)
+            pairs.extend((one[key], other[key]) for key in other)
         elif not _same_scalar(one, other, tolerance):
             return False
     return True
@@ -70,58 +61,38 @@ def _same_scalar(got: Any, expected: Any, tolerance: float | None) -> bool:
     if isinstance(got, bool) or isinstance(expected, bool):
         return got is expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
-        loosely = tolerance is not None and (isinstance(got, float) or isinstance(expected, float))
-        return _same_number(got, expected, tolerance if loosely else None)
-    if isinstance(got, str) and isinstance(expected, str):
-        return got == expected
-    return got is None and expected is None
+        has_float = isinstance(got, float) or isinstance(expected, float)
+        return _same_number(got, expected, tolerance if has_float else None)
+    return type(got) is type(expected) and got == expected
 
 
 def _same_number(got: float, expected: float, tolerance: float | None) -> bool:
     if got == expected:
         return True
     try:
-        if isnan(got) or isnan(expected):
+        if tolerance is None or not (isfinite(got) and isfinite(expected)):
             return isnan(got) and isnan(expected)
-        if tolerance is None or isinf(got) or isinf(expected):
-            return False
         return abs(got - expected) <= tolerance * max(1.0, abs(expected))
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer that is too large for a float
         return False
-
-
-def _by_name(value: Mapping[Any, Any]) -> dict[str, Any] | None:
-    """With its names as JSON has them; None where one can't be a name."""
-    if all(isinstance(name, str) for name in value):
-        return dict(value)
-    try:
-        return {name if isinstance(name, str) else _name_of(name): item for name, item in value.items()}
-    except (TypeError, ValueError):
-        return None
-
-
-def _name_of(name: Any) -> str:
-    if name is None or isinstance(name, bool | int | float):
-        return json.dumps(name)
-    raise TypeError(f"{name!r} can't be a name in JSON")
 
 
 def _same_line(got: str, expected: str, tolerance: float) -> bool:
-    ours, theirs = _WORDS.findall(got), _WORDS.findall(expected)
-    if len(ours) != len(theirs):
-        return False
-    return all(one == other or _same_word(one, other, tolerance) for one, other in zip(ours, theirs, strict=True))
+    words, expected_words = _WORDS_AND_SPACES.findall(got), _WORDS_AND_SPACES.findall(expected)
+    return len(words) == len(expected_words) and all(
+        word == expected_word or _same_word(word, expected_word, tolerance)
+        for word, expected_word in zip(words, expected_words, strict=True)
+    )
 
 
 def _same_word(got: str, expected: str, tolerance: float) -> bool:
-    one, other = _number_of(got), _number_of(expected)
-    return one is not None and other is not None and _same_number(one, other, tolerance)
+    number, expected_number = _parse_number(got), _parse_number(expected)
+    return number is not None and expected_number is not None and _same_number(number, expected_number, tolerance)
 
 
-def _number_of(word: str) -> float | None:
-    if _NUMBER.fullmatch(word):
-        number = float(word)
-        return number if isfinite(number) else None  # beyond all floats: as text, so that no two are taken for one
-    sign, name = (-1.0, word[1:]) if word[:1] == "-" else (1.0, word.removeprefix("+"))
-    found = _NO_NUMBER.get(name.lower())
-    return None if found is None else sign * found
+def _parse_number(word: str) -> float | None:
+    if _SPECIAL_NUMBER.fullmatch(word):
+        return float(word)
+    if _NUMBER.fullmatch(word) and isfinite(number := float(word)):  # else too large for a float: compared as text
+        return number
+    return None

@@ -1,29 +1,30 @@
-"""The Python program around a solution whose function is called, or behind which asserts are put.
+"""The Python program around a solution whose function is called, or to which asserts are appended.
 
-    run = Harness("def add(a, b): return a + b", "add").begin([3, 4])
-    execution, _ = await runner.run(run.code, stdin=run.stdin, run_timeout=10)
-    run.said(execution.stdout)  # "7": what the function returned, as JSON; None if it never did
+    run = Harness("def add(a, b): return a + b", "add").prepare([3, 4])
+    execution, *_ = await sandbox.run(run.code, stdin=run.stdin, run_timeout=10)
+    run.result(execution.stdout)  # "7": the return value as JSON, or None if the function did not return
 
-What holds for both:
+Properties of both kinds:
 
-- The solution is a module of its own, called `solution`: its `if __name__ == "__main__":` isn't run, its `from
-  __future__` holds, and tracebacks show its own lines by its own numbers.
-- What it prints goes to stderr, at the level of descriptors. What counts comes back on stdout, behind a marker that is
-  new for each run. It travels in stdin with the arguments or the asserts, and is in no file.
-- Whatever ends the solution early is a failure, however it ends: an exception, `sys.exit(0)`, `os._exit(0)`. Only what
-  reaches the end of the harness comes behind the marker, and nothing of the solution runs after that, no `atexit`.
-- Names that data sets' solutions use without importing them (`List`, `defaultdict`, `heapq`, `inf`, …) are imported, if
-  they occur in the source. They are the solution's builtins, not its own names: `gcd` isn't solved by mentioning it.
+- The solution is a separate module, `solution`: its `if __name__ == "__main__":` block does not run, its `from
+  __future__` imports apply, and tracebacks show its own lines and line numbers.
+- Output of the solution goes to stderr, by redirecting the descriptors. The result is written to stdout after a marker
+  that is random for each run. The marker is part of stdin, together with the arguments or asserts, and is in no file.
+- A solution that ends early fails, however it ends: an exception, `sys.exit(0)`, `os._exit(0)`. The marker is written
+  only at the end of the harness, and no code of the solution runs after that, not even `atexit` functions.
+- Names that solutions in data sets use without importing them (`List`, `defaultdict`, `heapq`, `inf`, …) are imported
+  if they occur in the source. They become builtins of the solution and not its own names, so that mentioning `gcd` does
+  not solve a problem whose function is `gcd`.
 
-A call is proof against a program that cheats: what was expected isn't there, neither in the program nor in its memory,
-and what leaves is JSON, which is compared outside. To be told right, a program must say the right value.
+Invariant: a program cannot forge the result of a call. The expected value is neither in the program nor in its memory,
+and the return value is compared as JSON outside the sandbox. To pass, a program must return the correct value.
 
-Asserts are not. They run in the solution's own process and judge its own objects, so a determined program can pass
-without doing the work: by an object that is equal to everything, by replacing what the asserts call, by searching the
-interpreter's frames for the marker or for the asserts and what they expect. None of that happens by accident, but a
-policy may find it. Where the choice exists, use calls or stdin and stdout.
+Asserts are weaker. They run in the solution's process on the solution's objects, so a program can pass without solving
+the problem: with an object that equals everything, by replacing functions that the asserts call, or by searching the
+interpreter's frames for the marker or the asserts. This does not happen by accident, but a policy may learn it. Prefer
+calls, or stdin and stdout.
 
-The harness runs on any Python from 3.8 on. It imports `json`, and else only what every interpreter has imported.
+The harness runs on Python 3.8 and later. Besides `json`, it imports only modules that every interpreter has loaded.
 """
 
 from __future__ import annotations
@@ -56,57 +57,54 @@ _NAMES_OF = {
     "datetime": "timedelta",
     "decimal": "Decimal",
     "fractions": "Fraction",
+    "": "bisect collections copy datetime decimal functools heapq itertools json math operator random re statistics "
+    "string sys time typing",
 }
-_MODULES = (
-    "bisect collections copy datetime decimal functools heapq itertools json math operator random re statistics string "
-    "sys time typing"
-)
-_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
-_MODULE_OF |= dict.fromkeys(_MODULES.split(), "")
-"""A name → the module that has it; nothing for one that is a module itself. None of them hides a builtin."""
-_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+"""Name → module that defines it, or "" if the name is a module itself. None of the names hides a builtin."""
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
-# What the solution could put something else in the place of is taken in hand before it runs. Asserts see a copy of its
-# names, and builtins as they were; they are compiled as asserts, however the interpreter was started.
+# Functions that the solution could replace are bound to local names before it runs. Asserts see a copy of its names and
+# the original builtins, and are compiled with asserts enabled even if the interpreter was started with -O.
 _HARNESS = """\
 import builtins, json, os, sys
 
 
 def main(source, imports, function):
-    marker, job = json.loads(sys.stdin.buffer.read().decode())
+    marker, payload = json.loads(sys.stdin.buffer.read().decode())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    write, leave, run, build, dumps = os.write, os._exit, exec, compile, json.dumps
-    marker, back = marker.encode(), os.dup(1)
+    write, exit_now, run, build, dumps = os.write, os._exit, exec, compile, json.dumps
+    marker, result_fd = marker.encode(), os.dup(1)
     os.dup2(2, 1)
-    sources = {"solution.py": source, "asserts.py": job}
-    plain = dict(vars(builtins))
-    known = dict(plain)
+    sources = {"solution.py": source, "asserts.py": payload}
+    original_builtins = dict(vars(builtins))
+    solution_builtins = dict(original_builtins)
     module = sys.modules["solution"] = type(sys)("solution")
     names = module.__dict__
-    names["__builtins__"] = known
+    names["__builtins__"] = solution_builtins
     try:
         for home, wanted in imports.items():
             found = __import__(home)
             for name in wanted:
                 if name == home or hasattr(found, name):
-                    known[name] = found if name == home else getattr(found, name)
+                    solution_builtins[name] = found if name == home else getattr(found, name)
         run(build(source, "solution.py", "exec", 0, True, 0), names)
         if function:
-            answer = dumps(find(names, function)(*job), default=listed).encode()
+            result = dumps(find(names, function)(*payload), default=to_list).encode()
         else:
-            run(build(job, "asserts.py", "exec", 0, True, 0), dict(names, __builtins__=plain))
-            answer = b"true"
+            run(build(payload, "asserts.py", "exec", 0, True, 0), dict(names, __builtins__=original_builtins))
+            result = b"true"
     except BaseException as error:
         try:
             report(error, sources)
         except MemoryError:
             write(2, b"\\nMemoryError\\n")
         finally:
-            leave(1)
-    answer = marker + answer + b"\\n"
-    while answer:
-        answer = answer[write(back, answer):]
-    leave(0)
+            exit_now(1)
+    result = marker + result + b"\\n"
+    while result:
+        result = result[write(result_fd, result):]
+    exit_now(0)
 
 
 def find(names, function):
@@ -114,14 +112,14 @@ def find(names, function):
         return getattr(names["Solution"](), function)
     if function in names:
         return names[function]
-    raise NameError("there is no function %r, at the top level or in a class Solution" % function)
+    raise NameError("function %r is not defined, neither at the top level nor in a class Solution" % function)
 
 
-def listed(value):
+def to_list(value):
     if type(value).__module__ == "numpy":
         return value.tolist()
     if not isinstance(value, (set, frozenset)):
-        raise TypeError("it returned a %s, which JSON has no word for" % type(value).__name__)
+        raise TypeError("the function returned a value of type %s, which is not JSON" % type(value).__name__)
     try:
         return sorted(value)
     except TypeError:
@@ -146,35 +144,44 @@ def report(error, sources):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of a harness."""
+class HarnessRun:
+    """The program for one test case, and its input."""
 
     code: str
     stdin: str
     marker: str
+    """Text that precedes the result in stdout; empty for a program without a harness."""
 
-    def said(self, stdout: str) -> str | None:
-        """What came back, as JSON; `true` for asserts. None where the end was never reached."""
-        _, found, answer = stdout.rpartition(self.marker)
-        return answer[:-1] if found and answer.endswith("\n") else None
+    def result(self, stdout: str) -> str | None:
+        """Return the result as JSON, `true` for asserts; None if the program did not reach its end."""
+        _, found, result = stdout.rpartition(self.marker)
+        return result[:-1] if found and result.endswith("\n") else None
 
 
 class Harness:
-    """The program around a solution: for calls of a function of it, or where none is named for asserts."""
+    """The program around a solution.
+
+    Args:
+        solution: Source code of the solution.
+        fn_name: Function to call, or None to run asserts.
+    """
 
     def __init__(self, solution: str, fn_name: str | None = None) -> None:
-        imports = _imports(solution)
-        self.code = f"{_HARNESS}main({solution!a}, {imports!r}, {fn_name!r})\n"
+        self.code = f"{_HARNESS}main({solution!a}, {_imports(solution)!r}, {fn_name!r})\n"
 
-    def begin(self, job: Any) -> Run:
-        """A run with these arguments, in a list, or with this code of asserts."""
+    def prepare(self, payload: Any) -> HarnessRun:
+        """Return a run with a new marker.
+
+        Args:
+            payload: List of arguments of the function, or code with asserts.
+        """
         marker = secrets.token_hex(16)
-        return Run(self.code, json.dumps([marker, job]), marker)
+        return HarnessRun(self.code, json.dumps([marker, payload]), marker)
 
 
 def _imports(source: str) -> dict[str, list[str]]:
-    """Module → the names that are wanted of it; its own name stands for itself."""
+    """Return module → names to import from it. The module's own name stands for the module itself."""
     wanted = defaultdict(list)
-    for name in sorted(set(_WORD.findall(source)) & _MODULE_OF.keys()):
-        wanted[_MODULE_OF[name] or name].append(name)
+    for name in sorted(set(_IDENTIFIER.findall(source)) & _MODULE_BY_NAME.keys()):
+        wanted[_MODULE_BY_NAME[name] or name].append(name)
     return dict(wanted)

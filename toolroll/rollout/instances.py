@@ -1,93 +1,87 @@
-"""Instances: one trajectory's share of every tool, begun together and ended together.
+"""The tool instances of one trajectory, created and released together.
 
-Whatever comes in between, a failure, a time-out, one cancellation or several: what was begun is released before the
-block is left. (A `create` that heeds no cancellation is left to itself after a while, and released when it ends.)
+Invariant: every instance whose `create` has started is released before the block ends, after failures, timeouts and any
+number of cancellations. The exception is a `create` that ignores its cancellation for `CREATE_CANCEL_TIMEOUT_S`: its
+instance is released in the background when it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Self
 
+from toolroll._internal.cancellation import finish_despite_cancellation
 from toolroll.errors import InfraFault
 from toolroll.tools.instance import ToolInstance
 
 logger = logging.getLogger(__name__)
 
-_releasing: set[asyncio.Task[None]] = set()
-CREATE_GRACE = 10.0
-"""Seconds in which a `create` that was cancelled may end. It releases what it had begun."""
+CREATE_CANCEL_TIMEOUT_S = 10.0
+"""Timeout for a cancelled `create` to end."""
+
+_background_releases: set[asyncio.Task[None]] = set()
 
 
-class Instances(dict[str, ToolInstance]):
-    """By tool. `async with` creates them all at once, and releases them all however the block ends.
+class ToolInstances(dict[str, ToolInstance]):
+    """Tool instances by tool name. `async with` creates all of them concurrently and releases them at the end.
 
-    Creating them has `within` seconds. A tool that takes longer is broken, and no doing of the model's.
+    Args:
+        instances: Instances that are not open yet, by tool name.
+        create_timeout_s: Timeout for creating all instances. Entering raises InfraFault if it expires.
     """
 
-    def __init__(self, instances: Mapping[str, ToolInstance], within: float) -> None:
+    def __init__(self, instances: Mapping[str, ToolInstance], create_timeout_s: float) -> None:
         super().__init__(instances)
-        self._within = within
+        self._create_timeout_s = create_timeout_s
+        self._exit_stacks = {name: AsyncExitStack() for name in instances}
 
     async def __aenter__(self) -> Self:
-        begun = {asyncio.create_task(one.__aenter__()): (name, one) for name, one in self.items()}
-        if not begun:
+        if not self:
             return self
+        tasks = {
+            asyncio.create_task(self._exit_stacks[name].enter_async_context(instance)): name
+            for name, instance in self.items()
+        }
         try:
-            await asyncio.wait(begun, timeout=self._within, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks, timeout=self._create_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
-            await _through(self._undo(begun))
+            await finish_despite_cancellation(self._roll_back(tasks))
             raise
-        late = [begun[task][0] for task in begun if not task.done()]
-        failed = [error for task in begun if task.done() and (error := task.exception())]
-        if late or failed:
-            await _through(self._undo(begun))
-            raise (
-                failed[0]
-                if failed
-                else InfraFault(f"Creating the tools took longer than {self._within:g} s: {', '.join(late)}.")
-            )
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        pending = [name for task, name in tasks.items() if not task.done()]
+        if errors or pending:
+            await finish_despite_cancellation(self._roll_back(tasks))
+            timeout = f"Creating tools timed out after {self._create_timeout_s:g} s: {', '.join(pending)}."
+            raise errors[0] if errors else InfraFault(timeout)
         return self
 
-    async def __aexit__(self, *why: object) -> None:
-        open_ones = [instance for instance in self.values() if instance.is_open]
-        if len(open_ones) == 1:  # as most often: it needs no task
-            await open_ones[0].__aexit__(None, None, None)
-        elif open_ones:
-            await _through(_release(open_ones))
+    async def __aexit__(self, *exc_info: object) -> None:
+        open_names = self._open_names()
+        if len(open_names) == 1:  # the most frequent case needs no task: an instance defers cancellations itself
+            await self._exit_stacks[open_names[0]].aclose()
+        elif open_names:
+            await finish_despite_cancellation(self._release(open_names))
 
-    async def _undo(self, begun: Mapping[asyncio.Task[Any], tuple[str, ToolInstance]]) -> None:
-        for task in begun:
+    async def _roll_back(self, tasks: Mapping[asyncio.Task[Any], str]) -> None:
+        for task in tasks:
             task.cancel()
-        _, late = await asyncio.wait(begun, timeout=CREATE_GRACE)
-        for task in late:
-            name, instance = begun[task]
-            logger.warning("create of tool %r heeds no cancellation: it is released when it ends", name)
-            task.add_done_callback(partial(_release_late, instance))
-        await _release([instance for instance in self.values() if instance.is_open])
+        _, pending = await asyncio.wait(tasks, timeout=CREATE_CANCEL_TIMEOUT_S)
+        for task in pending:
+            logger.warning("create of tool %r ignores its cancellation; releasing it when it ends", tasks[task])
+            task.add_done_callback(partial(self._release_in_background, tasks[task]))
+        await self._release(self._open_names())
 
+    def _release_in_background(self, name: str, _: asyncio.Task[Any]) -> None:
+        if self[name].is_open:
+            _background_releases.add(release := asyncio.ensure_future(self._release([name])))
+            release.add_done_callback(_background_releases.discard)
 
-def _release_late(instance: ToolInstance, task: asyncio.Task[Any]) -> None:
-    if instance.is_open:
-        _releasing.add(releasing := asyncio.ensure_future(_release([instance])))
-        releasing.add_done_callback(_releasing.discard)
+    async def _release(self, names: list[str]) -> None:
+        await asyncio.gather(*(self._exit_stacks[name].aclose() for name in names))
 
-
-async def _release(instances: list[ToolInstance]) -> None:
-    await asyncio.gather(*(instance.__aexit__(None, None, None) for instance in instances))
-
-
-async def _through(work: Coroutine[Any, Any, None]) -> None:
-    """See it through. A cancellation that comes meanwhile is kept back until then."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
+    def _open_names(self) -> list[str]:
+        return [name for name, instance in self.items() if instance.is_open]

@@ -1,9 +1,9 @@
-"""AsyncRolloutRequest: one conversation under way. What it holds, and the states it goes through.
+"""One conversation in progress: its data and its state machine.
 
     PENDING → GENERATING ⇄ TOOL_CALLING → FINISHED
 
-Any state may go to FINISHED; nothing leaves it. It has no clock and does no I/O: the loop carries it along, and asks it
-what may be done next.
+Every state may change to FINISHED, which is final. The module measures no time and performs no I/O: the loop drives a
+request and asks it for the remaining length.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, Turn
 from toolroll.schemas import Message
 
 
-class State(StrEnum):
-    """Where a request is."""
+class RequestState(StrEnum):
+    """State of a request."""
 
     PENDING = "pending"
-    """Its tools are being created."""
+    """The tool instances are being created."""
     GENERATING = "generating"
-    """The engine writes, or would if it weren't paused."""
+    """The engine generates, or the rollout is paused."""
     TOOL_CALLING = "tool_calling"
-    """The tools that were called are at work."""
+    """The tool calls of the last turn are being executed."""
     FINISHED = "finished"
-    """Nothing more is written. Rewards are computed, tools released."""
+    """The conversation is complete. Rewards are computed and tools are released."""
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.PENDING: frozenset({State.GENERATING, State.FINISHED}),
-    State.GENERATING: frozenset({State.GENERATING, State.TOOL_CALLING, State.FINISHED}),
-    State.TOOL_CALLING: frozenset({State.GENERATING, State.FINISHED}),
-    State.FINISHED: frozenset(),
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
+    RequestState.PENDING: frozenset({RequestState.GENERATING, RequestState.FINISHED}),
+    RequestState.GENERATING: frozenset({RequestState.GENERATING, RequestState.TOOL_CALLING, RequestState.FINISHED}),
+    RequestState.TOOL_CALLING: frozenset({RequestState.GENERATING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
 }
-"""What may follow what. GENERATING follows itself where a turn was interrupted and goes on."""
+"""Allowed transitions. GENERATING follows itself when an interrupted turn is resumed."""
 
 
-class WrongTransition(ToolrollError):
-    """A request was to go where it can't: a fault of ours."""
+class InvalidTransition(ToolrollError):
+    """Raised when a request is asked for a transition that `TRANSITIONS` does not contain."""
 
 
 @dataclass(kw_only=True)
 class AsyncRolloutRequest:
-    """One conversation under way."""
+    """One conversation in progress."""
 
     messages: list[Message]
     limits: Limits
@@ -57,82 +57,92 @@ class AsyncRolloutRequest:
     group: str = ""
     sample: int = 0
     tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """By tool: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`."""
+    """Keyword arguments by tool: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    state: State = State.PENDING
+    state: RequestState = RequestState.PENDING
     tokens: TokenStream = field(default_factory=lambda: TokenStream([]))
     earlier: list[TokenStream] = field(default_factory=list)
     fidelity: Fidelity = Fidelity.EXACT
     turn: int = 0
-    """The model's turn that is under way, from 0."""
+    """Index of the current assistant turn, from 0."""
     turn_start: int = 0
-    """Where in `tokens` it began."""
+    """Index in `tokens` where the current turn starts."""
     prompt_len: int = 0
-    """Tokens of the first prompt."""
+    """Number of tokens of the first prompt."""
     context_len: int | None = None
-    """What the engine takes, prompt and response together."""
+    """The engine's context length."""
     interruptions: int = 0
-    """How often the turn that is under way was aborted, and nobody here had asked for it."""
+    """Number of aborts of the current turn that were not caused by a pause of this rollout."""
     turns: list[TurnRecord] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     calls_made: int = 0
-    """Those that were carried out."""
+    """Number of tool calls that were executed."""
     finish_reason: FinishReason | None = None
     error: str | None = None
 
-    def go(self, state: State) -> None:
-        """Change the state, by the table."""
+    def tool_kwargs(self, tool: str, method: str) -> Mapping[str, Any]:
+        """Return the keyword arguments for a method of a tool, such as "create"."""
+        return self.tools_kwargs.get(tool, {}).get(f"{method}_kwargs", {})
+
+    def transition_to(self, state: RequestState) -> None:
+        """Change the state.
+
+        Raises:
+            InvalidTransition: If `TRANSITIONS` does not allow it.
+        """
         if state not in TRANSITIONS[self.state]:
-            raise WrongTransition(f"Request {self.request_id} can't go from {self.state} to {state}.")
+            raise InvalidTransition(f"Request {self.request_id}: invalid transition from {self.state} to {state}.")
         self.state = state
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """End it. The first reason stays."""
-        if self.state is not State.FINISHED:
-            self.go(State.FINISHED)
+        """Finish the request. Only the first call has an effect."""
+        if self.state is not RequestState.FINISHED:
+            self.transition_to(RequestState.FINISHED)
             self.finish_reason, self.error = reason, error
 
-    def begin(self, prompt_ids: list[int]) -> None:
-        """The prompt is there: the model may write, if it is within the limits."""
+    def start(self, prompt_ids: list[int]) -> None:
+        """Set the prompt and change to GENERATING, or to FINISHED if the prompt exceeds a limit."""
         self.tokens = TokenStream(prompt_ids)
         self.prompt_len = self.turn_start = len(self.tokens)
-        longest = self.limits.max_prompt_len
-        if longest is not None and len(prompt_ids) > longest:
-            self.finish(FinishReason.LENGTH, f"The prompt has {len(prompt_ids)} tokens; max_prompt_len is {longest}.")
-        elif self.room() <= 0:
-            self.finish(FinishReason.LENGTH, f"The prompt's {len(prompt_ids)} tokens leave no room for an answer.")
+        max_len = self.limits.max_prompt_len
+        if max_len is not None and len(prompt_ids) > max_len:
+            self.finish(FinishReason.LENGTH, f"The prompt has {len(prompt_ids)} tokens; max_prompt_len is {max_len}.")
+        elif self.max_new_tokens() <= 0:
+            self.finish(FinishReason.LENGTH, f"The prompt has {len(prompt_ids)} tokens, leaving none for a response.")
         else:
-            self.go(State.GENERATING)
+            self.transition_to(RequestState.GENERATING)
 
-    def room(self) -> int:
-        """How many tokens the model may write now."""
-        room = self._left(len(self.tokens))
-        most = self.sampling_params.get("max_new_tokens")
-        if most is not None:  # for one turn; part of it may be written already
-            room = min(room, most - (len(self.tokens) - self.turn_start))
-        return room
+    def max_new_tokens(self) -> int:
+        """Return the number of tokens that may still be sampled in the current turn."""
+        remaining = self._remaining_after(len(self.tokens))
+        max_per_turn: int | None = self.sampling_params.get("max_new_tokens")
+        if max_per_turn is None:
+            return remaining
+        already_sampled = len(self.tokens) - self.turn_start  # before an interruption
+        return min(remaining, max_per_turn - already_sampled)
 
-    def go_on(self, ids: list[int], *, rerendered: bool) -> None:
-        """The tools have answered, in these tokens: the model's next turn, if there is room for them and for one.
+    def append_tool_responses(self, ids: list[int], *, rerendered: bool) -> None:
+        """Append the tokens of the tool responses and start the next turn, or finish if no tokens would remain for it.
 
-        Where the template wrote an earlier turn anew, `ids` is the whole prompt, and a sequence of its own begins.
+        Args:
+            ids: Tokens to append or, if the conversation was rendered again, the whole prompt of the next turn.
+            rerendered: True if the conversation was rendered again. `tokens` is then moved to `earlier` and replaced.
         """
-        if self._left(len(ids) if rerendered else len(self.tokens) + len(ids)) <= 0:
+        if self._remaining_after(len(ids) if rerendered else len(self.tokens) + len(ids)) <= 0:
             self.finish(FinishReason.LENGTH)
             return
         if rerendered:
             self.earlier.append(self.tokens)
             self.tokens, self.fidelity = TokenStream(ids), Fidelity.RERENDERED
         else:
-            self.tokens.given(ids, turn=self.turn)
+            self.tokens.append_unsampled(ids, turn=self.turn)
         self.turn += 1
         self.turn_start = len(self.tokens)
         self.interruptions = 0
-        self.go(State.GENERATING)
+        self.transition_to(RequestState.GENERATING)
 
-    def _left(self, length: int) -> int:
-        """How many tokens there may be behind so many."""
-        ends = [self.prompt_len + self.limits.max_response_len, self.limits.max_seq_len, self.context_len]
-        return min(end for end in ends if end is not None) - length
+    def _remaining_after(self, length: int) -> int:
+        max_lengths = [self.prompt_len + self.limits.max_response_len, self.limits.max_seq_len, self.context_len]
+        return min(max_len for max_len in max_lengths if max_len is not None) - length

@@ -1,9 +1,9 @@
-"""How a trajectory's reward is composed.
+"""Composition of a trajectory's reward.
 
     total = steps · Σ step rewards + Σ weight(tool) · calc_reward(tool) + Σ weight(function) · function(trajectory)
 
-A step's reward is the sum of what the calls of one turn earned. A weight that isn't named is 1. Where the
-infrastructure failed, or a function gives None, there is no total: None, never 0.
+A step reward is the sum of the rewards of the tool calls in one turn. If an infra fault occurred or a reward function
+returned None, the total is None, never 0.
 """
 
 from __future__ import annotations
@@ -23,16 +23,37 @@ RewardFunction = Callable[[Trajectory], float | Awaitable[float | None] | None]
 
 @dataclass(frozen=True)
 class RewardRule:
-    """Weights, and functions of the whole trajectory."""
+    """Weights of the parts of a trajectory's reward, and reward functions of the whole trajectory.
+
+    Args:
+        steps: Weight of the step rewards.
+        tools: Weight of each tool's `calc_reward`, by tool name; 1 by default.
+        functions: Reward functions by name. A function takes the trajectory, may be async, and returns a number, or
+            None if it cannot score the trajectory.
+        weights: Weight of each reward function, by name; 1 by default.
+
+    Example:
+        >>> def long_enough(trajectory: Trajectory) -> float:
+        ...     return float(len(trajectory.messages) > 2)
+        >>> rule = RewardRule(steps=0.1, functions={"long_enough": long_enough})
+        >>> rule.total(Rewards(total=None, steps=(1.0, 2.0), functions={"long_enough": 1.0}))
+        1.3
+    """
 
     steps: float = 1.0
     tools: Mapping[str, float] = field(default_factory=dict)
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the functions."""
 
     def total(self, rewards: Rewards) -> float | None:
-        """The sum. Pure."""
+        """Return the weighted sum of rewards.
+
+        Args:
+            rewards: The rewards of the steps, tools and functions.
+
+        Returns:
+            The sum, or None if a reward function returned None.
+        """
         if any(value is None for value in rewards.functions.values()):
             return None
         parts = [self.steps * value for value in rewards.steps]
@@ -40,23 +61,30 @@ class RewardRule:
         parts += [self.weights.get(name, 1.0) * (value or 0.0) for name, value in rewards.functions.items()]
         return math.fsum(parts)
 
-    async def score(self, trajectory: Trajectory, seconds: float) -> dict[str, float | None]:
-        """What the functions give, in so many seconds.
+    async def score(self, trajectory: Trajectory, timeout_s: float) -> dict[str, float | None]:
+        """Call the reward functions, one after another.
 
-        One that fails, takes longer, or gives something that is no finite number, is the infrastructure's fault: the
-        model wrote none of it.
+        Args:
+            trajectory: The finished trajectory.
+            timeout_s: Timeout for each function, in seconds.
+
+        Returns:
+            The result of each function, by name.
+
+        Raises:
+            InfraFault: If a function fails, times out or returns something other than a finite number or None. This
+                is not the model's fault.
         """
-        given: dict[str, float | None] = {}
+        scores: dict[str, float | None] = {}
         for name, function in self.functions.items():
             try:
-                async with asyncio.timeout(seconds) as limit:
+                async with asyncio.timeout(timeout_s) as limit:
                     value = function(trajectory)
                     value = await value if inspect.isawaitable(value) else value
-                given[name] = None if value is None else as_reward(name, value)
-            except InfraFault as error:
-                raise InfraFault(f"The reward function {name!r} failed: {error}") from error
+                scores[name] = None if value is None else as_reward(name, value)
             except Exception as error:
-                late = isinstance(error, TimeoutError) and limit.expired()
-                said = f"it took longer than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
-                raise InfraFault(f"The reward function {name!r} failed: {said}") from error
-        return given
+                reason = str(error) if isinstance(error, InfraFault) else f"{type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError) and limit.expired():
+                    reason = f"timed out after {timeout_s:g} s"
+                raise InfraFault(f"Reward function {name!r} failed: {reason}") from error
+        return scores

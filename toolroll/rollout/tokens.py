@@ -1,15 +1,14 @@
-"""TokenStream: the tokens of a trajectory, exactly as the engine saw and sampled them.
+"""The tokens of a trajectory, exactly as the engine received and sampled them.
 
-Invariants, at every moment:
+Invariants of a `TokenStream`:
 
-- It only grows. What was appended is never changed, and never encoded anew.
-- Ids, mask and log-probabilities are of one length.
-- The mask is 1 for what the engine sampled, and 0 for everything else.
-- The spans divide it without gap or overlap, in order, and say who wrote each part, in which turn, with which weights.
-- The log-probability of a token that wasn't sampled is 0. They are there for all sampled tokens or for none.
+- It is append-only. Tokens are never changed and never re-encoded.
+- Ids, mask and log-probabilities have the same length.
+- The mask is 1 for sampled tokens and 0 for all others.
+- The spans cover the stream in order, without gaps or overlaps.
+- The log-probability of a token that was not sampled is 0. Either all sampled tokens have log-probabilities or none.
 
-The ids are passed to the engine as they are, without a copy, so that a turn costs the same however long the trajectory
-is.
+The ids are passed to the engine without a copy, so the cost of a turn does not depend on the length of the trajectory.
 """
 
 from __future__ import annotations
@@ -21,93 +20,114 @@ from enum import StrEnum
 
 
 class Author(StrEnum):
-    """Who wrote a span."""
+    """The origin of a span."""
 
     PROMPT = "prompt"
-    """The data set, and the template around it."""
+    """The prompt, including the text of the chat template."""
     MODEL = "model"
-    """Sampled."""
+    """Sampled by the engine."""
     TOOL = "tool"
-    """The tools' answers, and the template around them up to where the model goes on."""
+    """Tool responses, including the text of the chat template up to the next assistant turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of tokens by one author, `start` to `end` (exclusive)."""
+    """A range of tokens with one origin, from `start` to `end` (exclusive)."""
 
     author: Author
     turn: int
-    """Which of the model's turns it belongs to, from 0; a tool's answer belongs to the turn that called it."""
+    """Index of the assistant turn, from 0. A tool response belongs to the turn that called the tool."""
     start: int
     end: int
     weight_version: str | None = None
+    """Version of the weights that sampled the span."""
 
 
 class TokenStream:
     """The tokens of one trajectory.
 
-    >>> stream = TokenStream([1, 2, 3])
-    >>> stream.sampled([4, 5], [-0.1, -0.2], turn=0)
-    >>> stream.given([6], turn=0)
-    >>> list(stream.mask), stream.response_ids
-    ([0, 0, 0, 1, 1, 0], [4, 5, 6])
+    Args:
+        prompt_ids: Tokens of the prompt.
+
+    Attributes:
+        prompt_length: Number of tokens of the prompt.
+        ids: All token ids, an `array("q")`.
+        mask: The loss mask, a bytearray: 1 for sampled tokens, 0 for all others.
+        logprobs: The log-probabilities, an `array("f")`; 0 for tokens that were not sampled.
+        spans: The origin, turn and weight version of each range of tokens.
+
+    Example:
+        >>> stream = TokenStream([1, 2, 3])
+        >>> stream.append_sampled([4, 5], [-0.1, -0.2], turn=0)
+        >>> stream.append_unsampled([6], turn=0)
+        >>> list(stream.mask), stream.response_ids
+        ([0, 0, 0, 1, 1, 0], [4, 5, 6])
     """
 
-    __slots__ = ("_has_logprobs", "ids", "logprobs", "mask", "spans")
+    __slots__ = ("_has_logprobs", "ids", "logprobs", "mask", "prompt_length", "spans")
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_length = len(prompt_ids)
         self.ids = array("q")
         self.mask = bytearray()
         self.logprobs = array("f")
         self.spans: list[Span] = []
         self._has_logprobs: bool | None = None
-        self._append(prompt_ids, None, Author.PROMPT, 0, None)
+        self._append(prompt_ids, Author.PROMPT, 0, None, None)
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def sampled(
+    def append_sampled(
         self, ids: Sequence[int], logprobs: Sequence[float] | None, *, turn: int, weight_version: str | None = None
     ) -> None:
-        """Append what the engine sampled."""
-        if logprobs is not None and len(logprobs) != len(ids):
-            raise ValueError(
-                f"{len(ids)} ids came with {len(logprobs)} log-probabilities: each id has one, or none has."
-            )
-        if ids:
-            if self._has_logprobs is None:
-                self._has_logprobs = logprobs is not None
-            elif self._has_logprobs != (logprobs is not None):
-                raise ValueError("Some of the engine's answers have log-probabilities, and some have none.")
-        self._append(ids, logprobs, Author.MODEL, turn, weight_version)
+        """Append tokens that the engine sampled.
 
-    def given(self, ids: Sequence[int], *, turn: int) -> None:
-        """Append what the engine did not sample: the tools' answers with the template around them."""
-        self._append(ids, None, Author.TOOL, turn, None)
+        Args:
+            ids: Token ids.
+            logprobs: Log-probability of each token, or None if the engine returned none.
+            turn: Index of the assistant turn, from 0.
+            weight_version: Version of the weights that sampled the tokens.
+
+        Raises:
+            ValueError: If the number of log-probabilities differs from the number of ids, or only some of the sampled
+                tokens have log-probabilities.
+        """
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise ValueError(f"Expected one log-probability per token, got {len(logprobs)} for {len(ids)} tokens.")
+        if ids:
+            if self._has_logprobs not in (None, logprobs is not None):
+                raise ValueError("The engine returned log-probabilities for only some of the sampled tokens.")
+            self._has_logprobs = logprobs is not None
+        self._append(ids, Author.MODEL, turn, logprobs, weight_version)
+
+    def append_unsampled(self, ids: Sequence[int], *, turn: int) -> None:
+        """Append tokens that the engine did not sample: tool responses and the template's text around them.
+
+        Args:
+            ids: Token ids.
+            turn: Index of the assistant turn that called the tools, from 0.
+        """
+        self._append(ids, Author.TOOL, turn, None, None)
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether sampled tokens have log-probabilities."""
+        """True if the sampled tokens have log-probabilities."""
         return bool(self._has_logprobs)
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens before the first that the model could sample."""
-        return self.spans[0].end if self.spans and self.spans[0].author is Author.PROMPT else 0
-
-    @property
     def response_length(self) -> int:
-        """Tokens after the prompt, the tools' answers among them."""
+        """Number of tokens after the prompt, including tool responses."""
         return len(self.ids) - self.prompt_length
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt, as a list of its own."""
+        """A copy of the prompt's ids."""
         return self.ids[: self.prompt_length].tolist()
 
     @property
     def response_ids(self) -> list[int]:
-        """Everything after the prompt, as a list of its own."""
+        """A copy of the ids after the prompt."""
         return self.ids[self.prompt_length :].tolist()
 
     @property
@@ -117,16 +137,11 @@ class TokenStream:
 
     @property
     def response_logprobs(self) -> list[float] | None:
-        """The log-probabilities of `response_ids`; None where the engine gave none."""
+        """The log-probabilities of `response_ids`, or None if the engine returned none."""
         return self.logprobs[self.prompt_length :].tolist() if self._has_logprobs else None
 
     def _append(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float] | None,
-        author: Author,
-        turn: int,
-        weight_version: str | None,
+        self, ids: Sequence[int], author: Author, turn: int, logprobs: Sequence[float] | None, version: str | None
     ) -> None:
         if not ids:
             return
@@ -134,4 +149,4 @@ class TokenStream:
         self.ids.extend(ids)
         self.mask.extend((b"\1" if author is Author.MODEL else b"\0") * len(ids))
         self.logprobs.extend(logprobs if logprobs is not None else bytes(len(ids)))
-        self.spans.append(Span(author, turn, start, len(self.ids), weight_version))
+        self.spans.append(Span(author, turn, start, len(self.ids), version))

@@ -1,8 +1,4 @@
-"""Trajectory: what a rollout hands to the trainer. One conversation, and everything that happened in it.
-
-It says why it ended, whose fault that was, whether its tokens are the engine's, and carries every turn and every call
-with what it took and what it earned.
-"""
+"""The result of one conversation, as the trainer receives it."""
 
 from __future__ import annotations
 
@@ -12,109 +8,135 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from toolroll.errors import Fault
-from toolroll.rollout.engines.engine import Timings
+from toolroll.rollout.engines.base import GenerationTimings, LogprobsMode
 from toolroll.rollout.tokens import TokenStream
 from toolroll.schemas import Message
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended."""
+    """Reason why a trajectory ended.
+
+    Example:
+        >>> FinishReason("max_turns")
+        <FinishReason.MAX_TURNS: 'max_turns'>
+    """
 
     STOP = "stop"
     """The model answered without calling a tool."""
     LENGTH = "length"
-    """max_prompt_len, max_response_len or max_seq_len was reached, or the engine's own limit."""
+    """`max_prompt_len`, `max_response_len`, `max_seq_len` or the engine's context length was reached."""
     MAX_TURNS = "max_turns"
-    """The model called tools in the last turn that it had."""
+    """The model called tools in the last allowed turn."""
     TOOL_STOP = "tool_stop"
-    """A tool said that this is the end."""
+    """A tool ended the trajectory with `"stop": True` in its metrics."""
     DEADLINE = "deadline"
-    """The time of a turn or of the trajectory was up."""
+    """`turn_timeout` or `trajectory_timeout` expired."""
     ABORTED = "aborted"
-    """It was told to end."""
+    """The engine aborted the generation repeatedly, without a pause of this rollout."""
     INFRA = "infra"
-    """Something that the model had no part in failed."""
+    """An infra fault occurred."""
 
 
 class Fidelity(StrEnum):
-    """How far the tokens can be trusted."""
+    """Relation between the tokens of a trajectory and those of the engine."""
 
     EXACT = "exact"
-    """Every token is one that the engine saw or sampled, in its place."""
+    """Every token was received or sampled by the engine, in this order."""
     RERENDERED = "rerendered"
-    """The template wrote an earlier turn anew. `tokens` begins there; what was before is in `earlier`, exact too."""
+    """The conversation was rendered again after a turn. `tokens` starts there; the exact earlier parts are in
+    `earlier`."""
     TEXT = "text"
-    """The engine gives text only. There are no tokens."""
+    """The engine returns text only, without tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """One call of a tool."""
+    """One tool call."""
 
     turn: int
+    """Index of the assistant turn, from 0."""
     tool: str | None
-    """As the model named it; None where it named none."""
+    """Tool name as the model wrote it, or None if it wrote none."""
     arguments: str | dict[str, Any] | None
-    """As the model wrote them."""
+    """Arguments as the model wrote them."""
     answer: str
-    """What the model was told."""
+    """Text that the model received."""
     fault: Fault | None = None
     error: str | None = None
     reward: float | None = None
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics of the tool, such as queue wait, execution time and attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRecord:
-    """One answer of the engine. A turn that was interrupted has several."""
+    """One response of the engine. A turn that was interrupted has several."""
 
     turn: int
     tokens: int
+    """Number of sampled tokens."""
     finish: str
-    weight_version: str | None
-    timings: Timings
+    """Finish type that the engine reported."""
+    weight_version: str | None = None
+    timings: GenerationTimings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """What it earned."""
+    """Rewards of one trajectory."""
 
     total: float | None
-    """By the rule of rewards.py; None where the infrastructure failed, or a reward function gave none."""
+    """Weighted sum by the `RewardRule`, or None after an infra fault or if a reward function returned None."""
     steps: tuple[float, ...] = ()
-    """By turn: the sum of what its calls earned."""
+    """Sum of the rewards of the tool calls in each turn."""
     tools: Mapping[str, float] = field(default_factory=dict)
-    """By tool: its `calc_reward`."""
+    """Result of each tool's `calc_reward`."""
     functions: Mapping[str, float | None] = field(default_factory=dict)
-    """By reward function."""
+    """Result of each reward function."""
 
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One conversation."""
+    """The result of one conversation.
+
+    Example:
+        Select the trajectories to train on, and their sampled tokens:
+
+            kept = [t for t in trajectories if t.outcome == "ok"]
+            sampled = [i for i, m in zip(kept[0].tokens.ids, kept[0].tokens.mask) if m]
+    """
 
     request_id: str
+    """Unique id."""
     group: str
-    """The same for all samples of one prompt."""
+    """Id that all samples of one prompt share."""
     sample: int
-    """Which of these it is, from 0."""
+    """Index among the samples of the prompt, from 0."""
     messages: list[Message]
+    """The conversation as text. Sampled tokens are only in `tokens`."""
     tokens: TokenStream
-    """Empty where fidelity is "text"."""
+    """Tokens, loss mask and log-probabilities. Empty if `fidelity` is "text"."""
     earlier: list[TokenStream] = field(default_factory=list)
-    """Where it was rendered anew: the tokens up to there, each a sequence of its own."""
+    """The exact token sequences before each re-rendering. Empty unless `fidelity` is "rerendered"."""
     finish_reason: FinishReason
+    """Reason why the trajectory ended."""
     outcome: Literal["ok", "infra"]
-    """ "infra": keep it out of the loss."""
+    """"ok", or "infra" if the trajectory must be excluded from the loss."""
     error: str | None = None
-    """What failed, where something did."""
+    """Error message, if something failed."""
     fidelity: Fidelity
-    logprobs_of: Literal["scaled", "raw"] | None
-    """Which distribution the log-probabilities are of; None where there are none."""
+    """Relation between the tokens and those of the engine."""
+    logprobs_mode: LogprobsMode | None
+    """"processed_logprobs" if the log-probabilities are those of the sampling distribution, after temperature and
+    other sampling parameters; "raw_logprobs" if they are those of the model; None if there are none."""
     rewards: Rewards
+    """Total reward and its parts."""
     turns: list[TurnRecord]
+    """Responses of the engine, with timings and weight versions."""
     calls: list[CallRecord]
+    """Tool calls, in order."""
     seconds: float
+    """Duration from creating the tools to releasing them."""
     extra: Mapping[str, Any]
-    """What else the prompt carried, e.g. the ground truth."""
+    """Other keys of the prompt's row, such as the ground truth."""

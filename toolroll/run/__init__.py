@@ -1,1 +1,1 @@
-"""Whole runs: prompts from files, trajectories into files, in one process or on a cluster."""
+"""Runs over whole data sets: prompts from files, trajectories into files, in one process or on a Ray cluster."""

@@ -1,10 +1,4 @@
-"""RunConfig: one YAML for a whole run. What is wrong in it is said in one line.
-
-    config = RunConfig.load("run.yaml", ["n=8", "sampling_params.temperature=0.7"])
-
-Paths in the file are relative to it, those of overrides to where one is; `${oc.env:NAME,default}` is as omegaconf has
-it.
-"""
+"""Configuration of a run, loaded from a YAML file."""
 
 from __future__ import annotations
 
@@ -20,130 +14,162 @@ from yaml import YAMLError
 from toolroll.errors import ConfigError, explain
 from toolroll.rollout.limits import Limits
 
-PATHS = ("tools", "rollout_data_dir")
+PATH_SETTINGS = ("tools", "rollout_data_dir")
+"""Top-level settings that are paths."""
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EngineConfig(_Strict):
-    """Where the model is."""
+class EngineConfig(_StrictModel):
+    """Inference engine of a run."""
 
     kind: str = "sglang"
-    """`sglang`, `vllm`, `openai`; or where a class of your own is, e.g. `my.module.MyEngine`."""
+    """`sglang`, `vllm`, `openai`, or the dotted path of an engine class, e.g. `my.module.MyEngine`."""
     urls: str | list[str]
+    """URL of the server, or a list of URLs."""
     model: str | None = None
-    """Its name at the server: needed for `openai`, and for `vllm` where it serves several."""
+    """Name of the model on the server. Required for `openai`, and for `vllm` if the server has several models."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What else the engine's class takes: `max_connections`, `logprobs_of`, ….."""
+    """Further keyword arguments of the engine class, e.g. `max_connections`."""
 
 
-class DataConfig(_Strict):
-    """Where the prompts are, and which column is what."""
+class DataConfig(_StrictModel):
+    """Data files of a run, and the meaning of their columns."""
 
     path: str | list[str]
-    """Files of JSON lines or Parquet, or directories of such; a data set that `datasets` saved to disk."""
+    """File (JSON lines, Parquet, Arrow), directory of such files or saved `datasets` data set, or a list of these."""
     prompt: str = "prompt"
-    """The column with a text or with messages."""
+    """Column with the prompt: a text or a list of messages."""
     ground_truth: str | None = None
-    """The column with the right answer. It reaches rewards as `trajectory.extra["ground_truth"]`."""
+    """Column with the expected answer. Reward functions read it as `trajectory.extra["ground_truth"]`."""
     tools_kwargs: str | dict[str, dict[str, dict[str, Any]]] | None = None
-    """The column with them; or what they are, where a value `{column: NAME}` is taken from the row."""
+    """Column with the tools' keyword arguments; or a template, in which `{column: NAME}` is replaced by the row's
+    value."""
     system: str | None = None
-    """A system message in front of prompts that are texts, or messages without one."""
+    """System message for prompts that have none."""
     limit: int | None = Field(default=None, ge=1)
-    """So many rows only."""
+    """Maximum number of rows to load."""
 
 
 class FunctionConfig(BaseModel):
-    """A reward function with settings. What else there is, is given to it as keywords."""
+    """Reward function with settings. All keys other than `path` are passed to the function as keyword arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     path: str
+    """Dotted path of the function."""
 
 
-class RewardsConfig(_Strict):
-    """How rewards are composed; see RewardRule."""
+class RewardsConfig(_StrictModel):
+    """Composition of the rewards. See `RewardRule`."""
 
     steps: float = 1.0
+    """Weight of the tools' step rewards."""
     tools: dict[str, float] = Field(default_factory=dict)
+    """Weight of each tool's `calc_reward`, by tool name."""
     functions: dict[str, str | FunctionConfig] = Field(default_factory=dict)
-    """By name: where the function is, e.g. `my.module.right`. It is given the trajectory. One that takes settings is
-    named by `path`, with them beside it."""
+    """Reward functions of the trajectory, by name: a dotted path such as `my.module.correct`, or a mapping with `path`
+    and keyword arguments."""
     weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each reward function, by name."""
     solved_at: float = 1.0
-    """A trajectory with this total has solved its problem: pass@k counts those."""
+    """Total reward from which a trajectory counts as solved, for pass@k."""
 
 
-class RunConfig(_Strict):
-    """A run."""
+class RunConfig(_StrictModel):
+    """Configuration of a run.
+
+    Example:
+        ```python
+        from toolroll import RunConfig
+
+        config = RunConfig.load("run.yaml", ["n=8", "sampling_params.temperature=0.7"])
+        ```
+    """
 
     engine: EngineConfig
+    """Inference engine."""
     model: str | None = None
-    """The model's directory: its tokenizer says how conversations are written. Not needed for `openai`."""
+    """Directory or Hugging Face name of the model, whose tokenizer is loaded. Not needed for the `openai` engine."""
     model_format: str | None = None
+    """Chat format of the model. Default: detected from the tokenizer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the chat template."""
     tools: str | None = None
-    """A tool config."""
+    """Path of a tool config."""
     data: DataConfig
+    """Prompts."""
     n: int = Field(default=1, ge=1)
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     sampling_params: dict[str, Any] = Field(default_factory=dict)
+    """Sampling parameters, as the engine names them."""
     limits: Limits = Field(default_factory=Limits)
+    """Limits of each trajectory."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    """Composition of the rewards."""
     rollout_data_dir: str
-    """Where the records go. A run that was interrupted goes on from what is there."""
+    """Directory of the records. A run that was interrupted resumes from the records in it."""
     prompts_per_step: int = Field(default=1024, ge=1)
-    """Records of so many prompts make one file, `{step}.jsonl`."""
+    """Number of prompts per record file `{step}.jsonl`."""
     record_tokens: bool = True
-    """Whether ids and log-probabilities are recorded."""
+    """Record token ids and log-probabilities."""
     max_in_flight: int = Field(default=256, ge=1)
-    """Trajectories at once, per worker."""
+    """Maximum number of concurrent trajectories per worker."""
     cluster: str | None = None
-    """None: in this process. `auto`: on the Ray cluster that this machine is in, or one of its own. Or an address."""
+    """Ray cluster: its address, or `auto` for the cluster of this machine, which is started if there is none. Default:
+    run in this process."""
     workers: int | None = Field(default=None, ge=1)
-    """On a cluster: how many. By default one for each node."""
+    """Number of workers on a cluster. Default: one per node."""
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-        """Read the file. Overrides are `key=value`, with dots for keys within keys."""
+        """Load a config file.
+
+        Relative paths in the file are resolved against the file's directory, those in overrides against the working
+        directory. omegaconf resolves interpolations such as `${oc.env:NAME,default}`.
+
+        Args:
+            path: YAML file.
+            overrides: Settings that take precedence over the file, as `key=value`, with dots for nested keys.
+
+        Returns:
+            The validated config, with absolute paths.
+
+        Raises:
+            ConfigError: If the file cannot be read or a setting is invalid.
+        """
         file = Path(path)
         try:
-            written = _plain(OmegaConf.load(file))
-            told = _plain(OmegaConf.from_dotlist(list(overrides)))
-            merged = OmegaConf.merge(_seen_from(file.parent, written), _seen_from(Path(), told))
-            plain = OmegaConf.to_container(merged, resolve=True)
+            from_file = _resolve(OmegaConf.load(file), file.parent)
+            from_overrides = _resolve(OmegaConf.from_dotlist(list(overrides)), Path())
+            settings = OmegaConf.to_container(OmegaConf.merge(from_file, from_overrides), resolve=True)
         except FileNotFoundError:
-            raise ConfigError(f"There is no file {file}.") from None
+            raise ConfigError(f"Config file not found: {file}.") from None
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-            raise ConfigError(f"{file} can't be read: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"Cannot read {file}: {str(error).splitlines()[0]}") from error
         try:
-            return cls.model_validate(plain)
+            return cls.model_validate(settings)
         except ValidationError as error:
             raise ConfigError(f"{file}: {explain(error)}") from error
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    plain = OmegaConf.to_container(config, resolve=True)
-    if not isinstance(plain, dict):
-        raise ValueError("it has no keys")
-    return {str(key): value for key, value in plain.items()}
+def _resolve(config: Any, directory: Path) -> dict[str, Any]:
+    """Return the settings of a config, with absolute paths, since workers may have other working directories."""
+    settings = OmegaConf.to_container(config, resolve=True)
+    if not isinstance(settings, dict):
+        raise ValueError(f"Expected a mapping, got {type(settings).__name__}.")
 
-
-def _seen_from(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """With absolute paths: workers may be elsewhere."""
-
-    def seen(path: Any) -> Any:
+    def absolute(path: Any) -> Any:
         if isinstance(path, list):
-            return [seen(one) for one in path]
+            return [absolute(one) for one in path]
         return str((directory / Path(path).expanduser()).absolute()) if isinstance(path, str) else path
 
-    made = {key: seen(value) if key in PATHS else value for key, value in config.items()}
-    data, model = config.get("data"), config.get("model")
+    resolved = {str(key): absolute(value) if key in PATH_SETTINGS else value for key, value in settings.items()}
+    data, model = settings.get("data"), settings.get("model")
     if isinstance(data, dict) and "path" in data:
-        made["data"] = {**data, "path": seen(data["path"])}
-    if isinstance(model, str) and Path(seen(model)).exists():  # else it is a name, which transformers may know
-        made["model"] = seen(model)
-    return made
+        resolved["data"] = {**data, "path": absolute(data["path"])}
+    if isinstance(model, str) and Path(absolute(model)).exists():  # else it is a Hugging Face name
+        resolved["model"] = absolute(model)
+    return resolved

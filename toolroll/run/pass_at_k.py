@@ -1,101 +1,89 @@
-"""PassAtK: the chance that one of k samples solves its problem, averaged over the prompts of a run. Pure.
+"""Estimate pass@k: the probability that at least one of k samples solves a prompt, averaged over the prompts.
 
-By the unbiased estimator: of a prompt with c solved among s scored samples, 1 − C(s−c, k) / C(s, k), over the prompts
-with s ≥ k. A sample without a reward, as the infrastructure failed, is no failure of the model's: it isn't among s.
-Of a prompt three counts are kept, and those only until all of its samples are in.
+For a prompt with c solved samples among s scored ones, the unbiased estimator is 1 − C(s−c, k) / C(s, k). Prompts with
+s < k are left out. Samples without a reward (infra faults) are not scored, so they count neither for nor against the
+model. Memory: the number of prompts for each pair (s, c), and three counts for each prompt with missing samples.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import Counter
 from math import comb
 from typing import Any, NamedTuple
 
 
-class _Prompt(NamedTuple):
-    """The samples of a prompt so far."""
+class _PromptCounts(NamedTuple):
+    """Numbers of samples of one prompt."""
 
-    seen: int = 0
-    scored: int = 0
-    solved: int = 0
+    seen: int
+    scored: int
+    solved: int
 
 
 class PassAtK:
-    """For k = 1, 2, 4, … up to n, and n itself."""
+    """Incremental pass@k for k = 1, 2, 4, … and n.
+
+    Args:
+        n: Number of samples per prompt.
+    """
 
     def __init__(self, n: int) -> None:
-        self.prompts = 0
-        """Of which there is a sample at least."""
         self._n = n
-        self._sums: dict[int, float] = dict.fromkeys(sorted({1 << power for power in range(n.bit_length())} | {n}), 0.0)
-        self._counts: dict[int, int] = dict.fromkeys(self._sums, 0)
-        self._open: dict[int, _Prompt] = {}
-
-    @property
-    def incomplete(self) -> int:
-        """Prompts of which samples are missing."""
-        return len(self._open)
+        self._prompts: Counter[tuple[int, int]] = Counter()
+        """Number of prompts by their numbers of scored and solved samples."""
+        self._incomplete: dict[int, _PromptCounts] = {}
 
     def add(self, row: int, *, scored: bool, solved: bool) -> None:
-        """One more sample of the prompt in this row."""
-        self._put(row, _Prompt(1, int(scored), int(solved)))
+        """Add one sample of the prompt in the given row."""
+        self._add_counts(row, _PromptCounts(1, int(scored), int(solved)))
 
     def merge(self, other: PassAtK) -> None:
-        """What another one counted too."""
-        self.prompts += other.prompts - len(other._open)
-        for k in self._sums:
-            self._sums[k] += other._sums[k]
-            self._counts[k] += other._counts[k]
-        for row, more in other._open.items():
-            self._share(more, -1)
-            self._put(row, more)
+        """Add all samples of another instance."""
+        self._prompts.update(other._prompts)
+        for row, counts in other._incomplete.items():
+            self._prompts[counts.scored, counts.solved] -= 1
+            self._add_counts(row, counts)
 
-    def figures(self) -> dict[str, float]:
-        """By k. Prompts of which samples are missing count with those that are in."""
-        return {
-            str(k): round(min(1.0, max(0.0, self._sums[k] / self._counts[k])), 6) for k in self._sums if self._counts[k]
-        }
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of prompts with any and with missing samples, and pass@k by k, as a JSON object.
+
+        Prompts with missing samples contribute those that are known.
+        """
+        estimates = {}
+        for k in sorted({1 << power for power in range(self._n.bit_length())} | {self._n}):
+            known = {counts: prompts for counts, prompts in self._prompts.items() if prompts and counts[0] >= k}
+            if known:
+                total = sum(prompts * pass_at_k(*counts, k) for counts, prompts in known.items())
+                estimates[str(k)] = round(total / sum(known.values()), 6)
+        return {"prompts": self._prompts.total(), "incomplete_prompts": len(self._incomplete), "pass_at_k": estimates}
 
     def state(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """Return the complete state as a JSON object."""
         return {
-            "prompts": self.prompts,
-            "sums": list(self._sums.values()),
-            "counts": list(self._counts.values()),
-            "open": [[row, *prompt] for row, prompt in self._open.items()],
+            "by_counts": list(self._prompts.items()),
+            "open": [[row, *prompt] for row, prompt in self._incomplete.items()],
         }
 
     @classmethod
-    def of_state(cls, n: int, state: dict[str, Any]) -> PassAtK:
-        """What gave this state."""
-        made = cls(n)
-        made.prompts = state["prompts"]
-        made._sums = dict(zip(made._sums, state["sums"], strict=True))
-        made._counts = dict(zip(made._sums, state["counts"], strict=True))
-        made._open = {row: _Prompt(*counts) for row, *counts in state["open"]}
-        return made
+    def from_state(cls, n: int, state: dict[str, Any]) -> PassAtK:
+        """Restore an instance from the result of `state()`."""
+        restored = cls(n)
+        restored._prompts.update({(scored, solved): prompts for (scored, solved), prompts in state["by_counts"]})
+        restored._incomplete = {row: _PromptCounts(*counts) for row, *counts in state["open"]}
+        return restored
 
-    def _put(self, row: int, more: _Prompt) -> None:
-        """Add samples of a prompt: its new share of the averages takes the place of the one that it had."""
-        before = self._open.pop(row, _Prompt())
-        after = _Prompt(before.seen + more.seen, before.scored + more.scored, before.solved + more.solved)
-        self._share(before, -1)
-        self._share(after, +1)
-        self.prompts += not before.seen
-        if after.seen < self._n:
-            self._open[row] = after
-
-    def _share(self, prompt: _Prompt, sign: int) -> None:
-        for k in self._sums:
-            if k > prompt.scored:
-                break
-            self._sums[k] += sign * pass_at_k(prompt.scored, prompt.solved, k)
-            self._counts[k] += sign
+    def _add_counts(self, row: int, added: _PromptCounts) -> None:
+        before = self._incomplete.pop(row, None)
+        if before is not None:
+            self._prompts[before.scored, before.solved] -= 1
+            added = _PromptCounts(*map(sum, zip(before, added, strict=True)))
+        self._prompts[added.scored, added.solved] += 1
+        if added.seen < self._n:
+            self._incomplete[row] = added
 
 
-@lru_cache(maxsize=4096)
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """The chance that one of k samples solves it, estimated from more of them.
+    """Return the estimated probability that at least one of k samples is solved.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4)
     (0.25, 1.0)

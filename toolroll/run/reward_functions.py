@@ -1,10 +1,10 @@
-"""Reward functions for a run's config: each is given a trajectory, and scores what the model said last.
+"""Reward functions for the config of a run. Each scores the model's last message.
 
     rewards:
-      functions: {right: toolroll.run.reward_functions.gsm8k_flexible}
+      functions: {correct: toolroll.run.reward_functions.gsm8k_flexible}
 
-What is right is the row's `ground_truth` (`data.ground_truth` names its column). One of your own is a function like
-these, in a module beside the config; it may be async, and gives None where it can't say.
+The setting `data.ground_truth` names the column of the expected answer. A custom reward function has the same signature
+and lives in a module next to the config. It may be async, and returns None if it cannot score the trajectory.
 """
 
 from __future__ import annotations
@@ -13,41 +13,48 @@ import os
 from typing import Any
 
 from toolroll.rewards import gsm8k
-from toolroll.rewards.code import URL, compute_score_async
+from toolroll.rewards.code import SANDBOX_URL_ENV_VAR, compute_score_async
 from toolroll.rollout.trajectory import Trajectory
 
-SANDBOX = "http://127.0.0.1:8080"
-"""Where `toolroll sandbox serve` is, unless the environment says otherwise."""
+DEFAULT_SANDBOX_URL = "http://127.0.0.1:8080"
+"""Default address of `toolroll sandbox serve`."""
 
 
 def gsm8k_strict(trajectory: Trajectory) -> float:
-    """1 if the model's last message has the right number behind `#### `, else 0."""
-    return gsm8k.compute_score(last_words(trajectory), ground_truth(trajectory), "strict")
+    """Return 1 if the number after `#### ` in the last message is correct, else 0."""
+    return gsm8k.compute_score(last_message_text(trajectory), ground_truth(trajectory), "strict")
 
 
 def gsm8k_flexible(trajectory: Trajectory) -> float:
-    """1 if the last number in the model's last message is the right one, else 0."""
-    return gsm8k.compute_score(last_words(trajectory), ground_truth(trajectory), "flexible")
+    """Return 1 if the last number in the last message is correct, else 0."""
+    return gsm8k.compute_score(last_message_text(trajectory), ground_truth(trajectory), "flexible")
 
 
 async def code_tests(trajectory: Trajectory, **settings: Any) -> float | None:
-    """1 if the program in the model's last message passes all test cases, else 0; None where the sandbox failed.
+    """Return 1 if the program in the last message passes all test cases, else 0; None if the sandbox failed.
 
-    Settings are the grader's (docs/rewards.md). Where none names a sandbox, it is that of SANDBOX_FUSION_URL.
+    Args:
+        trajectory: Trajectory whose `ground_truth` are the test cases.
+        **settings: Settings of `toolroll.rewards.code.compute_score_async`. Default sandbox: SANDBOX_FUSION_URL.
     """
-    url = settings.pop("sandbox_fusion_url", None) or os.environ.get(URL) or SANDBOX
+    url = settings.pop("sandbox_fusion_url", None) or os.environ.get(SANDBOX_URL_ENV_VAR) or DEFAULT_SANDBOX_URL
     return await compute_score_async(
-        None, last_words(trajectory), ground_truth(trajectory), sandbox_fusion_url=url, **settings
+        None, last_message_text(trajectory), ground_truth(trajectory), sandbox_fusion_url=url, **settings
     )
 
 
 async def code_tests_passed(trajectory: Trajectory, **settings: Any) -> float | None:
-    """The part of the test cases that the program in the model's last message passes; None where the sandbox failed."""
+    """Return the fraction of the test cases that the program in the last message passes; None if the sandbox failed.
+
+    Args:
+        trajectory: Trajectory whose `ground_truth` are the test cases.
+        **settings: Settings of `toolroll.rewards.code.compute_score_async`. Default sandbox: SANDBOX_FUSION_URL.
+    """
     return await code_tests(trajectory, continuous=True, **settings)
 
 
-def last_words(trajectory: Trajectory) -> str:
-    """The text of the model's last message; nothing where it said nothing."""
+def last_message_text(trajectory: Trajectory) -> str:
+    """Return the text of the model's last message, or an empty string."""
     for message in reversed(trajectory.messages):
         if message.role == "assistant":
             if isinstance(message.content, list):
@@ -57,8 +64,12 @@ def last_words(trajectory: Trajectory) -> str:
 
 
 def ground_truth(trajectory: Trajectory) -> Any:
-    """What the row says is right."""
+    """Return the expected answer of the trajectory's row.
+
+    Raises:
+        ValueError: If the row has none.
+    """
     try:
         return trajectory.extra["ground_truth"]
     except KeyError:
-        raise ValueError("the row has no ground_truth: name its column in data.ground_truth") from None
+        raise ValueError("The row has no ground_truth. Set data.ground_truth to the column of the answer.") from None

@@ -1,8 +1,8 @@
-"""RowFiles: rows out of files, whatever their format.
+"""Read rows from data files.
 
-JSON lines (`.jsonl`, also `.gz` and `.zst`), Parquet, Arrow, and what `datasets` saves to disk, which is Arrow. A file
-is read a batch at a time and holds no more than that in memory, whatever its size. Rows that aren't wanted aren't
-decoded: those of Parquet and Arrow are stepped over by what their metadata say, those of JSON by counting lines.
+Supported are JSON lines (`.jsonl`, also `.gz` and `.zst`), Parquet, Arrow, and data sets that `datasets` saved to disk.
+Files are read in batches, so memory use does not depend on their size. Skipped rows are not decoded: Parquet and Arrow
+rows are skipped by the files' metadata, JSON rows by counting lines.
 """
 
 from __future__ import annotations
@@ -11,253 +11,240 @@ import gzip
 import io
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 
 from toolroll.errors import ConfigError, MissingExtra
 from toolroll.records.json_line import BadLine, decode
-from toolroll.records.reader import is_too_long, lines, whole
+from toolroll.records.reader import check_complete, is_too_long, read_lines
 
-BLOCK = 1 << 20
-"""Bytes that are read at once where lines are only counted."""
-BATCH = 256
-"""Rows of Parquet or Arrow that are decoded at once. A row may be a long conversation."""
-CHEAP = 256 << 20
-"""Bytes of a file whose lines are counted only to know how many there are: a tenth of a second."""
-LINES = (".jsonl", ".ndjson", ".json")
-SUFFIXES = (*LINES, ".parquet", ".arrow", *(f"{suffix}{packed}" for suffix in LINES for packed in (".gz", ".zst")))
+READ_BLOCK_BYTES = 1 << 20
+"""Size of the read buffers."""
+DECODE_BATCH_ROWS = 256
+"""Number of Parquet or Arrow rows to decode at once. A row may contain a long conversation."""
+MAX_COUNTED_FILE_BYTES = 256 << 20
+"""Maximum size of a file whose lines are counted in advance, which takes about 0.1 s."""
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
+UNCOMPRESSED_SUFFIXES = (*JSON_LINES_SUFFIXES, ".parquet", ".arrow")
+COMPRESSED_SUFFIXES = tuple(suffix + ending for suffix in JSON_LINES_SUFFIXES for ending in (".gz", ".zst"))
+DATA_FILE_SUFFIXES = UNCOMPRESSED_SUFFIXES + COMPRESSED_SUFFIXES
 
 
 class BadRow(NamedTuple):
-    """A row that can't be used."""
+    """A row that cannot be used."""
 
     number: int
-    why: str
+    reason: str
 
 
 Row = dict[str, Any]
-Read = Generator[tuple[int, Row] | BadRow, None, int]
-"""Rows with their numbers in the file, from 0; in the end, how many rows the file has."""
+NumberedRow = tuple[int, Row]
+RowIterator = Generator[NumberedRow | BadRow, None, int]
+"""Yields rows with their numbers. Returns the number of the first row after the file."""
 
 
-class RowFile(Protocol):
-    """One file of rows."""
+class RowFile:
+    """Base class of data files."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def rows(self, start: int = 0) -> Read:
-        """The rows from number `start` on."""
-        ...
+    def rows(self, first: int, start: int) -> RowIterator:
+        """Yield the rows from number `start` on. The first row of the file has number `first`."""
+        raise NotImplementedError
 
     def known_length(self) -> int | None:
-        """How many rows there are, where that is cheap to know."""
-        ...
+        """Return the number of rows, or None if counting them would be expensive."""
+        raise NotImplementedError
+
+    def _unreadable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"data.path: Cannot read {self.path}: {str(error).splitlines()[0]}")
 
 
-def find(path: str) -> list[RowFile]:
-    """The file of this name, or those in the directory of this name and below it, sorted. Raises ConfigError."""
-    place = Path(path)
-    if place.is_file():
-        return [_file(place)]
-    if not place.is_dir():
-        raise ConfigError(f"data.path: there is no file or directory {path}.")
-    if (place / "dataset_dict.json").is_file():
-        return _only_split(place)
-    if (place / "state.json").is_file():
-        return _saved(place)
-    below = (file for file in place.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-    files = sorted(file for file in below if not any(part.startswith(".") for part in file.relative_to(place).parts))
+def find_row_files(path: str) -> list[RowFile]:
+    """Return the data file at a path, or all data files below a directory in the order of their paths.
+
+    Raises:
+        ConfigError: If the path does not exist, or the format is not supported.
+    """
+    location = Path(path)
+    if location.is_file():
+        return [_open_row_file(location)]
+    if not location.is_dir():
+        raise ConfigError(f"data.path: File or directory not found: {path}.")
+    if (location / "dataset_dict.json").is_file():
+        return _find_only_split(location)
+    if (location / "state.json").is_file():
+        return _find_saved_data_set(location)
+    found = (file for file in location.rglob("*") if file.name.endswith(DATA_FILE_SUFFIXES) and file.is_file())
+    files = sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(location).parts))
     if not files:
-        raise ConfigError(f"data.path: {path} has no file that ends with {', '.join(SUFFIXES[:5])}.")
-    return [_file(file) for file in files]
+        raise ConfigError(f"data.path: No data files in {path}. Supported: {', '.join(UNCOMPRESSED_SUFFIXES)}.")
+    return [_open_row_file(file) for file in files]
 
 
-def _file(path: Path) -> RowFile:
+def _open_row_file(path: Path) -> RowFile:
     if path.suffix == ".parquet":
         return ParquetFile(path)
     if path.suffix == ".arrow":
         return ArrowFile(path)
     if path.suffix == ".json":
         with path.open("rb") as file:
-            if file.read(BLOCK).lstrip().startswith(b"["):
-                raise ConfigError(f"data.path: {path} is one list. Put a row in each line: jq -c '.[]' {path}")
-    if path.name.endswith(SUFFIXES):
+            if file.read(READ_BLOCK_BYTES).lstrip().startswith(b"["):
+                raise ConfigError(f"data.path: {path} is a JSON list. Convert it to JSON lines: jq -c '.[]' {path}")
+    if path.name.endswith(DATA_FILE_SUFFIXES):
         return LinesFile(path)
-    raise ConfigError(f"data.path: what is in {path}? The name of its format is missing: {', '.join(SUFFIXES[:5])}.")
+    raise ConfigError(f"data.path: Unknown format of {path}. Supported: {', '.join(UNCOMPRESSED_SUFFIXES)}.")
 
 
-def _only_split(place: Path) -> list[RowFile]:
-    """The data set of a directory of splits: which one is the user's to say, unless there is only one."""
-    splits = list(orjson.loads((place / "dataset_dict.json").read_bytes()).get("splits", []))
+def _find_only_split(directory: Path) -> list[RowFile]:
+    splits = list(orjson.loads((directory / "dataset_dict.json").read_bytes()).get("splits", []))
     if len(splits) != 1:
-        named = ", ".join(str(place / split) for split in splits)
-        raise ConfigError(f"data.path: {place} is a data set of several splits. Name one of them: {named}.")
-    return _saved(place / splits[0])
+        paths = ", ".join(str(directory / split) for split in splits)
+        raise ConfigError(f"data.path: {directory} has several splits. Choose one of: {paths}.")
+    return _find_saved_data_set(directory / splits[0])
 
 
-def _saved(place: Path) -> list[RowFile]:
-    """What `datasets` saved here. Other Arrow files beside these are its caches."""
+def _find_saved_data_set(directory: Path) -> list[RowFile]:
+    """Return the files that `datasets` saved. Other Arrow files in the directory are its caches."""
     try:
-        named = orjson.loads((place / "state.json").read_bytes())["_data_files"]
-        return [ArrowFile(place / entry["filename"]) for entry in named]
+        entries = orjson.loads((directory / "state.json").read_bytes())["_data_files"]
+        return [ArrowFile(directory / entry["filename"]) for entry in entries]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"data.path: {place} is no data set that was saved whole: {error!r}.") from error
+        raise ConfigError(f"data.path: {directory} is not a complete saved data set: {error!r}.") from error
 
 
-class LinesFile:
-    """JSON objects, one in a line. Blank lines are rows that can't be used, except at the end of the file."""
+class LinesFile(RowFile):
+    """JSON lines: one object per line. Blank lines are bad rows, except at the end of the file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def rows(self, start: int = 0) -> Read:
-        """The rows from number `start` on."""
+    def rows(self, first: int, start: int) -> RowIterator:
+        """Yield the rows from number `start` on. The first row of the file has number `first`."""
         with self._open() as file:
-            first, length, rest = _skip(file, start)
-            for number, line in enumerate(_joined(rest, file), first):
-                if not line.isspace():
-                    yield from (BadRow(blank, "The line is blank.") for blank in range(max(start, length), number))
-                    yield _parsed(number, line)
-                    length = number + 1
-            return length
+            skipped, length = _skip_blocks(file, start - first)
+            end = first + length
+            for number, line in enumerate(read_lines(file), first + skipped):
+                if line.isspace():
+                    continue
+                if number >= start:
+                    yield from (BadRow(blank, "The line is blank.") for blank in range(max(start, end), number))
+                    yield _parse_line(number, line)
+                end = number + 1
+        return end
 
     def known_length(self) -> int | None:
-        """How many lines there are, where that is cheap to know."""
-        if self.path.suffix in (".gz", ".zst") or self.path.stat().st_size > CHEAP:
+        """Return the number of lines, or None if the file is compressed or large."""
+        if self.path.name.endswith(COMPRESSED_SUFFIXES) or self.path.stat().st_size > MAX_COUNTED_FILE_BYTES:
             return None
         with self._open() as file:
-            return _skip(file, 1 << 62)[1]
+            return _skip_blocks(file, 1 << 62)[1]
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> io.BufferedReader:
         if self.path.suffix == ".gz":
-            return gzip.open(self.path, "rb")  # type: ignore[return-value]  # typeshed: it has what is used here
-        if self.path.suffix == ".zst":
-            return io.BufferedReader(_pyarrow().input_stream(str(self.path), compression="zstd"), BLOCK)
-        return self.path.open("rb", BLOCK)
+            raw: Any = gzip.GzipFile(self.path)
+        elif self.path.suffix == ".zst":
+            raw = _import_pyarrow().input_stream(str(self.path), compression="zstd")
+        else:
+            raw = io.FileIO(self.path)
+        return io.BufferedReader(raw, READ_BLOCK_BYTES)
 
 
-def _skip(file: BinaryIO, wanted: int) -> tuple[int, int, bytes]:
-    """Step over lines.
+def _skip_blocks(file: io.BufferedReader, start: int) -> tuple[int, int]:
+    """Skip the blocks that end before line number `start`, counted from 0.
 
-    Over how many; how many there were up to the last that isn't blank; what was read beyond them.
+    Returns:
+        The number of the line at which the file is now, and the number of lines up to the last one that is not blank.
     """
-    ended = length = 0
-    while ended < wanted and (block := file.read(BLOCK)):
-        newlines, rest = block.count(b"\n"), b""
-        if ended + newlines >= wanted:
-            newlines, place = wanted - ended, 0
-            for _ in range(newlines):
-                place = block.index(b"\n", place) + 1
-            block, rest = block[:place], block[place:]
+    number = length = 0
+    while (block := file.peek(1)) and number + (newlines := block.count(b"\n")) < start:
         if text := block.rstrip():
-            length = ended + newlines - block.count(b"\n", len(text)) + 1
-        ended += newlines
-        if ended == wanted:
-            return ended, length, rest
-    return ended, length, b""
+            length = number + newlines - block.count(b"\n", len(text)) + 1
+        number += newlines
+        file.read(len(block))
+    return number, length
 
 
-def _joined(beginning: bytes, file: BinaryIO) -> Iterator[bytes]:
-    """The lines of what was read already, and of the rest of the file."""
-    whole_lines, _, half = beginning.rpartition(b"\n")
-    if whole_lines or beginning.startswith(b"\n"):
-        yield from io.BytesIO(whole_lines + b"\n")
-    if half:
-        yield half + next(lines(file), b"")
-    yield from lines(file)
-
-
-def _parsed(number: int, line: bytes) -> tuple[int, Row] | BadRow:
+def _parse_line(number: int, line: bytes) -> NumberedRow | BadRow:
     try:
         if is_too_long(line):
-            whole(line)
+            check_complete(line)
         return number, decode(line)
     except BadLine as error:
         return BadRow(number, str(error))
 
 
-class ParquetFile:
-    """Parquet."""
+class ParquetFile(RowFile):
+    """Parquet file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def rows(self, start: int = 0) -> Read:
-        """The rows from number `start` on. Groups of rows before it are not read."""
+    def rows(self, first: int, start: int) -> RowIterator:
+        """Yield the rows from number `start` on. Row groups before it are not read."""
         with self._open() as file:
-            first, groups = 0, list(range(file.num_row_groups))
+            end, groups = first + int(file.metadata.num_rows), list(range(file.num_row_groups))
             while groups and first + (size := file.metadata.row_group(groups[0]).num_rows) <= start:
                 first += size
                 groups.pop(0)
             if groups:
-                yield from _decoded(file.iter_batches(BATCH, groups, use_threads=False), first, start)
-            return int(file.metadata.num_rows)
+                batches = file.iter_batches(DECODE_BATCH_ROWS, groups, use_threads=False)
+                yield from _decode_batches(batches, first, start)
+        return end
 
     def known_length(self) -> int | None:
-        """How many rows there are: the file says so."""
+        """Return the number of rows, which the file's metadata contains."""
         with self._open() as file:
             return int(file.metadata.num_rows)
 
     def _open(self) -> Any:
-        _pyarrow()
+        _import_pyarrow()
         from pyarrow import ArrowException, parquet
 
         try:
-            return parquet.ParquetFile(self.path, memory_map=True, buffer_size=BLOCK, pre_buffer=False)
+            return parquet.ParquetFile(self.path, memory_map=True, buffer_size=READ_BLOCK_BYTES, pre_buffer=False)
         except ArrowException as error:
-            raise ConfigError(f"data.path: {self.path} can't be read: {str(error).splitlines()[0]}") from error
+            raise self._unreadable(error) from error
 
 
-class ArrowFile:
-    """Arrow, as a stream (which is what `datasets` writes) or as a file."""
+class ArrowFile(RowFile):
+    """Arrow data in the stream format, which `datasets` writes, or in the file format."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def rows(self, start: int = 0) -> Read:
-        """The rows from number `start` on. The file is mapped: batches before it are not read."""
-        first = 0
+    def rows(self, first: int, start: int) -> RowIterator:
+        """Yield the rows from number `start` on. The file is memory-mapped: batches before it are not read."""
         for batch in self._batches():
             if first + batch.num_rows > start:
-                yield from _decoded(_slices(batch), first, start)
+                slices = (batch.slice(at, DECODE_BATCH_ROWS) for at in range(0, batch.num_rows, DECODE_BATCH_ROWS))
+                yield from _decode_batches(slices, first, start)
             first += batch.num_rows
         return first
 
     def known_length(self) -> int | None:
-        """How many rows there are, by the heads of the batches."""
+        """Return the number of rows, which the headers of the batches contain."""
         return sum(int(batch.num_rows) for batch in self._batches())
 
     def _batches(self) -> Iterator[Any]:
-        pyarrow = _pyarrow()
+        pyarrow = _import_pyarrow()
         from pyarrow import ipc
 
         try:
             with pyarrow.memory_map(str(self.path)) as mapped:
                 if mapped.read(6) == b"ARROW1":
                     with ipc.open_file(mapped) as file:
-                        yield from (file.get_batch(number) for number in range(file.num_record_batches))
+                        yield from (file.get_batch(index) for index in range(file.num_record_batches))
                 else:
                     mapped.seek(0)
                     with ipc.open_stream(mapped) as stream:
                         yield from stream
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"data.path: {self.path} can't be read: {str(error).splitlines()[0]}") from error
+            raise self._unreadable(error) from error
 
 
-def _slices(batch: Any) -> Iterator[Any]:
-    return (batch.slice(place, BATCH) for place in range(0, batch.num_rows, BATCH))
-
-
-def _decoded(batches: Iterator[Any], first: int, start: int) -> Iterator[tuple[int, Row]]:
-    """The rows of batches, the first of which begins with row `first`, from row `start` on."""
+def _decode_batches(batches: Iterator[Any], first: int, start: int) -> Iterator[NumberedRow]:
+    """Yield the rows from number `start` on. The first batch starts with row number `first`."""
     for batch in batches:
         skipped = min(max(start - first, 0), batch.num_rows)
         yield from enumerate(batch.slice(skipped).to_pylist(), first + skipped)
         first += batch.num_rows
 
 
-def _pyarrow() -> Any:
+def _import_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:

@@ -1,11 +1,4 @@
-"""Run: a whole run, in this process or on a Ray cluster.
-
-    async with Run(RunConfig.load("run.yaml")) as run:
-        await run.wait()                      # meanwhile `await run.status()` says how it stands
-
-Every sample of every prompt is in the records once when it has ended. One that is stopped, or whose process is killed,
-goes on from there when it is begun anew with the same config.
-"""
+"""Run a whole data set, in this process or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,176 +9,175 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from toolroll.limiter.limiter import get_limiter
-from toolroll.ray_cluster import NoCluster, connect
-from toolroll.rollout.collector import rare_full_collections
-from toolroll.rollout.dispatch import LEASE
-from toolroll.rollout.worker import Worker
+from toolroll._internal.ray_cluster import NoCluster, connect, start_local
+from toolroll.limiter.registry import get_limiter
+from toolroll.rollout.distributed.dispatch import NO_LEASE_S
+from toolroll.rollout.distributed.worker import COORDINATOR_RETRY_INTERVAL_S, Worker
 from toolroll.run.config import RunConfig
-from toolroll.run.hands import RunHands
-from toolroll.run.run_board import RunBoard
-from toolroll.run.status import Status
-from toolroll.tools.registry import initialize_tools_from_config
-from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
-
-ASK_AGAIN = 0.5
-"""Seconds before a board is asked again that is begun anew."""
-
-
-class _Place(Protocol):
-    """Where a run runs."""
-
-    async def work(self) -> None: ...
-
-    async def status(self) -> Status: ...
-
-    async def end(self) -> None: ...
+from toolroll.run.run_coordinator import RunCoordinator
+from toolroll.run.sample_worker import SampleWorker, sandbox_tools
+from toolroll.run.status import RunSnapshot
 
 
 class Run:
-    """A run. `async with` begins it, and stops what is left of it at the end of the block."""
+    """A run over a data set: samples every prompt `n` times and records each trajectory exactly once.
+
+    Entering the async context manager starts the run; leaving it stops the run. A run that was stopped or killed
+    resumes from its records when it is started again with the same config.
+
+    Args:
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: On entering, if the data, the engine, the tools or the run's directory cannot be used.
+
+    Example:
+        ```python
+        from toolroll import Run, RunConfig
+
+        async with Run(RunConfig.load("run.yaml")) as run:
+            await run.wait()
+        print((await run.status()).aggregates["pass_at_k"])
+        ```
+    """
+
+    _backend: _LocalBackend | _RayBackend
+    _running: asyncio.Task[None]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self._place: _Place | None = None
-        self._working: asyncio.Task[None] | None = None
-        self._last: Status | None = None
+        self._final_status: RunSnapshot | None = None
 
     async def __aenter__(self) -> Self:
-        self._place = _Here(self.config) if self.config.cluster is None else _OnRay(self.config)
-        self._working = asyncio.create_task(self._place.work())
+        self._backend = _LocalBackend(self.config) if self.config.cluster is None else _RayBackend(self.config)
+        self._running = asyncio.create_task(self._backend.workers.run())
         return self
 
-    async def __aexit__(self, *why: object) -> None:
-        assert self._working is not None
-        assert self._place is not None
-        self._working.cancel()
-        await asyncio.gather(self._working, return_exceptions=True)
-        self._last = await self._place.status()
-        await self._place.end()
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        try:
+            self._final_status = await self._backend.status()
+        finally:
+            await self._backend.close()
 
     async def wait(self) -> None:
-        """Until all is done. What ended the workers is raised."""
-        assert self._working is not None
-        await asyncio.shield(self._working)
+        """Wait until all trajectories are recorded.
 
-    async def status(self) -> Status:
-        """How it stands; after its end, how it ended."""
-        if self._last is not None:
-            return self._last
-        assert self._place is not None
-        return await self._place.status()
+        Raises:
+            WorkersFailed: If workers on a cluster failed with an error that a restart would not fix.
+            Exception: Any other error that stopped the run, e.g. OSError if the disk is full.
+        """
+        await asyncio.shield(self._running)
 
+    async def status(self) -> RunSnapshot:
+        """Return the current status of the run, or its final status if it has ended.
 
-class _Here:
-    """In this process."""
+        Returns:
+            A snapshot of progress, workers, slots in use and aggregated outcomes.
 
-    def __init__(self, config: RunConfig) -> None:
-        self._board = RunBoard(config, workers=1)
-        self._hands = RunHands(config, apart=False)
-        self._resources = _resources(config)
-        self._worker = Worker(
-            self._board, self._hands.carry_out, self._hands.commit, capacity=config.max_in_flight, name="here"
-        )
-
-    async def work(self) -> None:
-        with rare_full_collections():
-            await self._worker.run()
-
-    async def status(self) -> Status:
-        limiters = [get_limiter(resource, limit) for resource, limit in self._resources.items()]
-        return replace(await self._board.status(), **_sum((one.in_use, one.limit) for one in limiters))
-
-    async def end(self) -> None:
-        await self._hands.close()
-        await self._board.close()
+        Raises:
+            WorkersFailed: If the coordinator on a cluster died and could not be restarted.
+        """
+        return self._final_status or await self._backend.status()
 
 
-class _OnRay:
-    """On a cluster: a board on this node, and workers on all."""
+class _LocalBackend:
+    """Runs the coordinator and one worker in this process."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._connected = _connect(str(config.cluster))
+        self._limits = _resource_limits(config)
+        self._runner = SampleWorker(config, separate_directories=False)
+        # The coordinator is created last, because it locks the run's directory.
+        self._coordinator = RunCoordinator(config, workers=1, in_process=True)
+        execute, commit = self._runner.execute, self._runner.commit
+        capacity = config.max_in_flight
+        self.workers = Worker(self._coordinator, execute, commit, capacity=capacity, name="here", lease_s=NO_LEASE_S)
+
+    async def status(self) -> RunSnapshot:
+        limiters = [get_limiter(resource, limit) for resource, limit in self._limits.items()]
+        return _with_slots(await self._coordinator.status(), ((one.in_use, one.limit) for one in limiters))
+
+    async def close(self) -> None:
+        await self._runner.close()
+        await self._coordinator.close()
+
+
+class _RayBackend:
+    """Runs the coordinator as an actor on this node, and workers on all nodes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._owns_connection = _connect(str(config.cluster))
         import ray
 
-        from toolroll.rollout.crew import Crew, actor_here, number_of_nodes
+        from toolroll.rollout.distributed.worker_pool import WorkerPool, count_nodes, local_actor
 
         self._ray: Any = ray
+        self._limits = _resource_limits(config)
+        workers = config.workers or count_nodes()
+        # The coordinator can be restarted: its state is derived from the records.
+        coordinator_class = local_actor(RunCoordinator, max_restarts=-1)
+        self._coordinator: Any = coordinator_class.remote(config, workers)
+        self._last_status: RunSnapshot | None = None
+        make_runner = partial(SampleWorker, config, separate_directories=True, import_paths=list(sys.path))
+        self.workers = WorkerPool(
+            self._coordinator, make_runner, workers=workers, capacity=config.max_in_flight, name="worker"
+        )
 
-        self._resources = _resources(config)
-        workers = config.workers or number_of_nodes()
-        # It knows nothing that isn't in the records: begun anew, it goes on.
-        self._board: Any = actor_here(RunBoard, max_restarts=-1).remote(config, workers, lease=LEASE)
-        self._last: Status | None = None
-        hands = partial(RunHands, config, apart=True, path=list(sys.path))
-        self._crew = Crew(self._board, hands, workers=workers, capacity=config.max_in_flight, name="worker")
+    async def status(self) -> RunSnapshot:
+        from toolroll.rollout.distributed.worker_pool import WorkersFailed, last_line
 
-    async def work(self) -> None:
-        await self._crew.work()
+        while True:
+            try:
+                self._last_status = await self._coordinator.status.remote()
+            except self._ray.exceptions.ActorDiedError as error:
+                raise WorkersFailed(f"The coordinator of the run died: {last_line(error)}") from error
+            except self._ray.exceptions.RayError:
+                pass  # the coordinator is being restarted
+            if self._last_status is not None:
+                return _with_slots(self._last_status, await asyncio.to_thread(self._slots))
+            await asyncio.sleep(COORDINATOR_RETRY_INTERVAL_S)
 
-    async def status(self) -> Status:
-        self._last = await self._ask_board() or self._last
-        while self._last is None:
-            await asyncio.sleep(ASK_AGAIN)
-            self._last = await self._ask_board()
-        return replace(self._last, **_sum(await asyncio.to_thread(self._standings)))
-
-    async def _ask_board(self) -> Status | None:
-        """How it stands; None while the board is begun anew."""
-        from toolroll.rollout.crew import WorkersFailed, last_line
-
-        errors = self._ray.exceptions
-        try:
-            status: Status = await self._board.status.remote()
-        except errors.ActorDiedError as error:
-            raise WorkersFailed(f"The run could not go on: {last_line(error)}") from error
-        except errors.RayError:
-            return None
-        return status
-
-    def _standings(self) -> list[tuple[int, int]]:
-        """Of the limits that there are: one that nobody has used yet has no actor, and is left out."""
-        from toolroll.limiter.token_bucket import standing
-
-        found = []
-        for resource in self._resources:
-            with contextlib.suppress(ValueError, self._ray.exceptions.RayError):
-                now = standing(resource, timeout=1.0)
-                found.append((now.in_use, now.limit))
-        return found
-
-    async def end(self) -> None:
-        self._crew.end()
-        with contextlib.suppress(self._ray.exceptions.RayError):  # else the next run waits for what may be at work
-            await self._board.close.remote()
-        self._ray.kill(self._board)
-        if self._connected:
+    async def close(self) -> None:
+        self.workers.kill()
+        with contextlib.suppress(self._ray.exceptions.RayError):  # then the next run waits until the leases expire
+            await self._coordinator.close.remote()
+        self._ray.kill(self._coordinator)
+        if self._owns_connection:
             self._ray.shutdown()
+
+    def _slots(self) -> list[tuple[int, int]]:
+        """Return slots in use and limit of each resource. A resource that was never used has no limiter yet."""
+        from toolroll.limiter.token_bucket import limiter_status
+
+        slots = []
+        for resource in self._limits:
+            with contextlib.suppress(ValueError, self._ray.exceptions.RayError):
+                status = limiter_status(resource, timeout=1.0)
+                slots.append((status.in_use, status.limit))
+        return slots
 
 
 def _connect(address: str) -> bool:
-    """Whether it was done here; else the process was connected before."""
+    """Connect to a cluster, starting one if `auto` finds none. Return False if this process was already connected."""
     try:
         return connect(address)
     except NoCluster:
         if address != "auto" or "RAY_ADDRESS" in os.environ:
             raise
-    import ray
-
-    ray.init("local", num_cpus=os.cpu_count() or 1, log_to_driver=False, include_dashboard=False)
+    start_local(num_cpus=os.cpu_count() or 1)
     return True
 
 
-def _resources(config: RunConfig) -> dict[str, int]:
-    """What the tools' limits are of, and what they ask for."""
-    tools = initialize_tools_from_config(config.tools) if config.tools else []
-    sandboxes = [tool for tool in tools if isinstance(tool, SandboxFusionTool)]
-    return {tool.resource: tool.settings.rate_limit for tool in sandboxes}
+def _resource_limits(config: RunConfig) -> dict[str, int]:
+    return {tool.resource: tool.settings.rate_limit for tool in sandbox_tools(config)}
 
 
-def _sum(standings: Iterable[tuple[int, int]]) -> dict[str, Any]:
-    """What is in flight of all that is limited; nothing, where nothing is."""
-    known = list(standings)
-    return {"in_flight": sum(one[0] for one in known), "limit": sum(one[1] for one in known)} if known else {}
+def _with_slots(status: RunSnapshot, slots: Iterable[tuple[int, int]]) -> RunSnapshot:
+    """Return the status with the slots of all resources added up."""
+    known = list(slots)
+    if not known:
+        return status
+    return replace(status, in_flight=sum(used for used, _ in known), limit=sum(limit for _, limit in known))

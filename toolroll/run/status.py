@@ -1,4 +1,4 @@
-"""Status: how a run stands at one moment, as a display wants it. Rates come from two of them."""
+"""Status of a run at one moment, and rates between two moments."""
 
 from __future__ import annotations
 
@@ -7,58 +7,60 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
-    """A run at one moment."""
+class RunSnapshot:
+    """Status of a run at one moment."""
 
     done: int
-    """Trajectories that are in the records, those of earlier runs among them."""
+    """Number of recorded trajectories, including those of earlier runs."""
     running: int
+    """Number of trajectories that workers hold."""
     queued: int | None
-    """Neither done nor running; None where nobody knows how many there are."""
+    """Number of trajectories that are neither done nor running; None if the total is unknown."""
     total: int | None
+    """Number of trajectories of the whole run, or None if it is unknown."""
     tokens: int
-    """Sampled, by this run."""
+    """Number of tokens sampled by this run."""
     calls: int
-    """Of tools, by this run."""
-    in_flight: int | None
-    """Of what is limited; None where nothing is, or it isn't known."""
-    limit: int | None
+    """Number of tool calls of this run."""
+    in_flight: int | None = None
+    """Number of slots in use, summed over all limited resources; None if there are none, or it is unknown."""
+    limit: int | None = None
+    """Limit of the slots in use; None if there is none, or it is unknown."""
     workers: int
+    """Number of registered workers."""
     lost_workers: int = 0
+    """Number of workers that were lost."""
     seconds: float
-    """Since this run began."""
+    """Time since this run assigned its first work item."""
     resumed: int = 0
-    """Trajectories that earlier runs had done."""
+    """Number of trajectories that earlier runs had recorded."""
     bad_rows: int = 0
-    """Rows of the data that can't be used."""
-    tally: dict[str, Any] = field(default_factory=dict)
-    """`Tally.figures()`."""
+    """Number of rows that cannot be used."""
+    aggregates: dict[str, Any] = field(default_factory=dict)
+    """Aggregated outcomes of all recorded trajectories, see `RunAggregates.summary()`."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """How fast it goes, per second."""
+class RunRates:
+    """Rates of a run, per second."""
 
     trajectories: float = 0.0
     tokens: float = 0.0
     calls: float = 0.0
 
     @classmethod
-    def between(cls, before: Status, after: Status) -> Rates:
-        """What was done from one moment to a later one, by the time it took."""
+    def between(cls, before: RunSnapshot, after: RunSnapshot) -> RunRates:
+        """Return the average rates between two snapshots."""
         seconds = after.seconds - before.seconds
         if seconds <= 0:
             return cls()
-        return cls(
-            (after.done - before.done) / seconds,
-            (after.tokens - before.tokens) / seconds,
-            (after.calls - before.calls) / seconds,
-        )
+        done, tokens, calls = after.done - before.done, after.tokens - before.tokens, after.calls - before.calls
+        return cls(done / seconds, tokens / seconds, calls / seconds)
 
 
-def seconds_left(status: Status) -> float | None:
-    """How long the rest will take, if it goes on as it went so far; None where nobody can say."""
-    done = status.done - status.resumed
-    if status.total is None or done <= 0 or status.seconds <= 0:
+def seconds_left(snapshot: RunSnapshot) -> float | None:
+    """Return the estimated remaining time at the average rate so far, or None if it cannot be estimated."""
+    done = snapshot.done - snapshot.resumed
+    if snapshot.total is None or done <= 0 or snapshot.seconds <= 0:
         return None
-    return max(0, status.total - status.done) * status.seconds / done
+    return max(0, snapshot.total - snapshot.done) * snapshot.seconds / done

@@ -1,1 +1,1 @@
-"""Running the model's code: the wire types, the client, the server."""
+"""Code execution in a sandbox: wire types, client and server."""

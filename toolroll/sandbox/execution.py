@@ -1,6 +1,6 @@
-"""Execution and Notebook: what a program did, read from either server's answer.
+"""Results of programs and notebooks, parsed from the responses of a sandbox.
 
-What the service did is no result: reading an answer that says so raises Failure.
+A response that reports a failure of the sandbox itself has no result: the parsers raise `AttemptFailed`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from toolroll._internal.text import shorten_middle
 from toolroll.errors import Fault
+from toolroll.http import AttemptFailed, HttpRequest
 from toolroll.sandbox import protocol
-from toolroll.sandbox.call import Call, Failure, short
 from toolroll.sandbox.protocol import CommandRunResult, CommandStatus, RunStatus
 
+MAX_FAILURE_CHARS = 400
+MAX_FAILURE_HEAD_CHARS = 100
 
-class Outcome(StrEnum):
-    """How a program came out. FAILED: by a return code that isn't 0, or a signal."""
+
+class ExecutionOutcome(StrEnum):
+    """Outcome of a program."""
 
     OK = "ok"
     FAILED = "failed"
+    """Non-zero return code or signal."""
     COMPILE_FAILED = "compile_failed"
     TIMEOUT = "timeout"
     COMPILE_TIMEOUT = "compile_timeout"
@@ -28,109 +33,126 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Result:
-    outcome: Outcome
+class _ExecutionResult:
+    outcome: ExecutionOutcome
     files: dict[str, bytes]
-    """Those of `fetch_files` that were there after the run."""
+    """Requested files that existed after the run, by path."""
     queue_time: float | None
-    """Seconds that the request waited in the server; None where it doesn't say."""
+    """Time that the request waited in the server's queue, in seconds. None if the server does not report it."""
     endpoint: str
+    """URL of the server that ran the program."""
     attempts: int
+    """Number of attempts, including the successful one."""
 
     @property
     def fault(self) -> Fault | None:
-        """None if all went well, else the policy's: the infrastructure's faults are raised."""
-        return None if self.outcome is Outcome.OK else Fault.POLICY
+        """None after a success, otherwise `Fault.POLICY`. Infra faults are raised as exceptions."""
+        return None if self.outcome is ExecutionOutcome.OK else Fault.POLICY
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution(_Result):
-    """What a program did. `stdout` and so on are the program's or, where it wasn't reached, the compiler's."""
+class Execution(_ExecutionResult):
+    """Result of a program. The output is that of the compiler if the program did not start."""
 
     stdout: str
     stderr: str
     stdout_truncated: bool
     stderr_truncated: bool
     return_code: int | None
-    """None if it ran out of time; −9 if signal 9 ended it."""
+    """Return code. None after a timeout, -9 if signal 9 ended the program."""
     execution_time: float
-    """Seconds; 0 where the server doesn't say."""
+    """Run time in seconds. 0 if the server does not report it."""
     compile_result: CommandRunResult | None
     run_result: CommandRunResult | None
     session_is_new: bool | None
-    """Whether the session began with this call; None where none was named, or the server has no sessions."""
+    """True if this call started the session. None without a session, or if the server does not support sessions."""
     session_died: bool | None
-    """Whether the one before it had ended by its programs' own doing."""
+    """True if a program ended the previous session of this name."""
     session_is_over: bool | None
-    """Whether the program ended it."""
+    """True if this program ended the session."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notebook(_Result):
-    """What the cells did. The outcome is FAILED if one of them raised."""
+class Notebook(_ExecutionResult):
+    """Result of a notebook. The outcome is FAILED if a cell raised an exception."""
 
     cells: list[protocol.CellRunResult]
     driver: CommandRunResult | None
 
 
-def read_execution(body: bytes, call: Call) -> Execution:
-    """The answer of `/run_code`."""
-    answer = protocol.read(protocol.RunCodeResponse, body)
-    common = _common(answer, call, answer.compile_result, answer.run_result)
-    last = answer.run_result or answer.compile_result or CommandRunResult(status=CommandStatus.FINISHED)
+def read_execution(body: bytes, request: HttpRequest[Any]) -> Execution:
+    """Parse the response of `/run_code`."""
+    response = protocol.read(protocol.RunCodeResponse, body)
+    common = _common_fields(response, request, response.compile_result, response.run_result)
+    compiler = response.compile_result, ExecutionOutcome.COMPILE_TIMEOUT, ExecutionOutcome.COMPILE_FAILED
+    program = response.run_result, ExecutionOutcome.TIMEOUT, ExecutionOutcome.FAILED
+    last = response.run_result or response.compile_result or CommandRunResult(status=CommandStatus.FINISHED)
     return Execution(
-        outcome=_outcome(answer),
+        outcome=_outcome(response.status, compiler, program),
         stdout=last.stdout or "",
         stderr=last.stderr or "",
         stdout_truncated=last.stdout_truncated,
         stderr_truncated=last.stderr_truncated,
         return_code=last.return_code,
         execution_time=last.execution_time or 0.0,
-        compile_result=answer.compile_result,
-        run_result=answer.run_result,
-        session_is_new=answer.session_is_new,
-        session_died=answer.session_died,
-        session_is_over=answer.session_is_over,
+        compile_result=response.compile_result,
+        run_result=response.run_result,
+        session_is_new=response.session_is_new,
+        session_died=response.session_died,
+        session_is_over=response.session_is_over,
         **common,
     )
 
 
-def _outcome(answer: protocol.RunCodeResponse) -> Outcome:
-    """What the commands say comes first. The status decides where they say nothing, as where none was run."""
-    compiling = answer.compile_result, Outcome.COMPILE_TIMEOUT, Outcome.COMPILE_FAILED
-    running = answer.run_result, Outcome.TIMEOUT, Outcome.FAILED
-    for command, timeout, failed in (compiling, running):
-        if command is not None and command.memory_exceeded:
-            return Outcome.OUT_OF_MEMORY
-        if command is not None and command.status is CommandStatus.TIME_LIMIT_EXCEEDED:
+def read_notebook(body: bytes, request: HttpRequest[Any]) -> Notebook:
+    """Parse the response of `/run_jupyter`."""
+    response = protocol.read(protocol.RunJupyterResponse, body)
+    common = _common_fields(response, request, response.driver)
+    outcome = _outcome(response.status, (response.driver, ExecutionOutcome.TIMEOUT, ExecutionOutcome.FAILED))
+    if outcome is ExecutionOutcome.OK and any(cell.error for cell in response.cells):
+        outcome = ExecutionOutcome.FAILED
+    return Notebook(outcome=outcome, cells=response.cells, driver=response.driver, **common)
+
+
+def shorten_error(text: str) -> str:
+    """Return at most `MAX_FAILURE_CHARS` characters from the start and the end of an error message."""
+    return shorten_middle(text, MAX_FAILURE_CHARS, head_chars=MAX_FAILURE_HEAD_CHARS)
+
+
+def _outcome(
+    status: RunStatus, *commands: tuple[CommandRunResult | None, ExecutionOutcome, ExecutionOutcome]
+) -> ExecutionOutcome:
+    """Return the outcome of the first command that failed, or of the request if no command did.
+
+    Args:
+        status: Status of the request.
+        *commands: Each command, its outcome after a timeout, and its outcome after another failure.
+    """
+    for command, timeout, failed in commands:
+        if command and command.memory_exceeded:
+            return ExecutionOutcome.OUT_OF_MEMORY
+        if command and command.status is CommandStatus.TIME_LIMIT_EXCEEDED:
             return timeout
-        if command is not None and command.return_code:
+        if command and command.return_code:
             return failed
-    return Outcome.OK if answer.status is RunStatus.SUCCESS else Outcome.FAILED
+    return ExecutionOutcome.OK if status is RunStatus.SUCCESS else ExecutionOutcome.FAILED
 
 
-def read_notebook(body: bytes, call: Call) -> Notebook:
-    """The answer of `/run_jupyter`."""
-    answer = protocol.read(protocol.RunJupyterResponse, body)
-    common = _common(answer, call, answer.driver)
-    outcome = Outcome.OK if answer.status is RunStatus.SUCCESS else Outcome.FAILED
-    if any(cell.error for cell in answer.cells):
-        outcome = Outcome.FAILED
-    if answer.driver is not None and answer.driver.status is CommandStatus.TIME_LIMIT_EXCEEDED:
-        outcome = Outcome.TIMEOUT
-    if answer.driver is not None and answer.driver.memory_exceeded:
-        outcome = Outcome.OUT_OF_MEMORY
-    return Notebook(outcome=outcome, cells=answer.cells, driver=answer.driver, **common)
-
-
-def _common(
-    answer: protocol.RunCodeResponse | protocol.RunJupyterResponse, call: Call, *commands: CommandRunResult | None
+def _common_fields(
+    response: protocol.SandboxResponse, request: HttpRequest[Any], *commands: CommandRunResult | None
 ) -> dict[str, Any]:
-    """What every result has. Raises where it is the service that failed."""
-    broken = [command.stderr for command in commands if command and command.status is CommandStatus.ERROR]
-    if broken or answer.status is RunStatus.SANDBOX_ERROR:
-        said = answer.message or (broken and broken[0]) or "it doesn't say why"
-        raise Failure(f"the sandbox failed: {short(said)}", again=True, begun=True)
-    files = {name: b64decode(content, validate=True) for name, content in answer.files.items()}
-    where = {"endpoint": call.endpoint.url, "attempts": call.tried.total()}
-    return {"files": files, "queue_time": answer.queue_time, **where}
+    """Return the fields that all results have.
+
+    Raises:
+        AttemptFailed: If the sandbox failed.
+    """
+    errors = [command.stderr for command in commands if command and command.status is CommandStatus.ERROR]
+    if errors or response.status is RunStatus.SANDBOX_ERROR:
+        reason = response.message or (errors and errors[0]) or "no reason given"
+        raise AttemptFailed(f"the sandbox failed: {shorten_error(reason)}", retryable=True, processed=True)
+    return {
+        "files": {name: b64decode(content, validate=True) for name, content in response.files.items()},
+        "queue_time": response.queue_time,
+        "endpoint": request.url,
+        "attempts": request.history.attempts,
+    }

@@ -1,9 +1,8 @@
-"""What goes over the wire: SandboxFusion's requests and answers, and what toolroll adds to them.
+"""Requests and responses of a sandbox: the protocol of SandboxFusion, with extensions by toolroll.
 
-Field for field what SandboxFusion speaks, so that either server may stand behind a URL. Everything of ours is
-optional: SandboxFusion ignores a field that it doesn't know in a request, and a field that it doesn't send in an answer
-has a default here. Text that no UTF-8 can carry (a lone surrogate, which a model can write as a JSON escape) has such
-characters replaced by U+FFFD, on both sides: it is the program that is odd, not the service.
+Clients and servers of both projects work with each other. All fields that toolroll adds are optional: SandboxFusion
+ignores unknown fields of a request, and fields missing from its responses have defaults here. Lone surrogates, which
+models write as JSON escapes and which UTF-8 cannot encode, are replaced by U+FFFD on both sides.
 
     request = RunCodeRequest(code="print(1 + 1)", language="python")
     request.model_dump_json(exclude_none=True)
@@ -17,210 +16,264 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toolroll._internal.text import replace_lone_surrogates_in_json
+
 Language = Literal[
     "python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda",
     "lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog",
     "python_gpu", "lean", "swift", "racket",
 ]  # fmt: skip
-"""Every language that the protocol names. Which of them a server has is its own affair: `GET /v1/languages`."""
+"""All languages of the protocol. `GET /v1/languages` lists those that a server has."""
 
-SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+LANGUAGE_BY_SUFFIX: dict[str, Language] = {
+    ".py": "python", ".sh": "bash", ".cpp": "cpp", ".cc": "cpp", ".js": "nodejs", ".ts": "typescript", ".java": "java",
+    ".rs": "rust", ".go": "go", ".pl": "perl", ".rb": "ruby", ".php": "php", ".lua": "lua", ".r": "R", ".sql": "sql",
+    ".jl": "julia", ".scala": "scala", ".swift": "swift", ".rkt": "racket", ".kts": "kotlin_script",
+}  # fmt: skip
+"""Language of a source file, by the suffix of its name in lower case."""
+TOKEN_ENV_VAR = "TOOLROLL_SANDBOX_TOKEN"  # noqa: S105 (a name, not a token)
+"""Environment variable that holds the bearer token, for servers and clients."""
+
+WALL_TIME_FACTOR, WALL_TIME_MARGIN_S = 2, 1.0
+FULL_TIME_FRACTION = 0.9
+"""A timeout is attributed to the program only if it had at least this fraction of its time."""
+
+DEADLINE_HEADER = "X-Toolroll-Deadline"
+"""Header of a request: the same as the field `deadline`, but not part of the content that an idempotency key is for."""
+LEASE_HEADER = "X-Toolroll-Lease"
+"""Header of a request: token of the limiter's lease by which the request is sent, as "holder/number".
+
+`POST /v1/holders/{holder}/fence` rejects the requests of a holder's leases up to a number with `LEASE_LOST_STATUS`.
+"""
+GRANTED_HEADER = "X-Toolroll-Granted"
+"""Header of a request with a lease: Unix time by the server's clock at which the slot was granted. A server that has
+started later does not know whether the lease was fenced, and rejects the request with `LEASE_LOST_STATUS`."""
+LEASE_LOST_STATUS = 412
+"""HTTP status of a request whose lease was fenced, or that arrived after its deadline. The program was not run; the
+client must acquire another slot."""
+
+SESSION_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+def max_wall_time(timeout: float) -> float:
+    """Return the maximum run time in seconds of a program that sleeps or waits.
+
+    A timeout limits the CPU time of a program. A program that uses no CPU time may take longer.
+    """
+    return WALL_TIME_FACTOR * timeout + WALL_TIME_MARGIN_S
+
+
+def timeout_within(wall_time: float) -> float:
+    """Return the timeout of a program that must end within `wall_time` seconds: the inverse of `max_wall_time`."""
+    return max(wall_time / (2 * WALL_TIME_FACTOR), (wall_time - WALL_TIME_MARGIN_S) / WALL_TIME_FACTOR)
+
+
 class RunStatus(StrEnum):
-    """How a request came out. All three come with HTTP 200."""
+    """Result of a request. The HTTP status is 200 in all cases."""
 
     SUCCESS = "Success"
-    """Everything ran and returned 0."""
+    """All commands returned 0."""
     FAILED = "Failed"
-    """The program failed: a return code that isn't 0, a signal, or out of time."""
+    """The program failed: non-zero return code, signal, or timeout."""
     SANDBOX_ERROR = "SandboxError"
-    """The service failed; the program may be as good as any."""
+    """The sandbox failed. The program may be correct."""
 
 
 class CommandStatus(StrEnum):
-    """How one command (a compiler, a program) came out."""
+    """Result of one command, such as a compiler or a program."""
 
     FINISHED = "Finished"
     ERROR = "Error"
     TIME_LIMIT_EXCEEDED = "TimeLimitExceeded"
 
 
-class _Request(BaseModel):
+class _SandboxRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     memory_limit_MB: int = Field(default=-1, le=2**31)  # noqa: N815 (the wire's name)
-    """Megabytes over all processes of the program; −1 for the server's own limit."""
+    """Memory limit over all processes of the program, in megabytes. -1 for the server's limit."""
     fetch_files: list[str] = []
-    """Paths of files to send back after the run. One that isn't there is left out of the answer."""
+    """Paths of files to return after the run. Missing files are omitted from the response."""
 
+    wall_timeout: Seconds | None = None
+    """toolroll: maximum time from start to end in seconds, including the time in which other programs used the
+    processor. If the program could not use its own timeout by then, the status is `SandboxError`."""
     deadline: float | None = Field(default=None, allow_inf_nan=False)
-    """Ours: Unix time after which nobody waits for the answer. A server that gets to it later refuses with 504."""
+    """toolroll: Unix time by which the program must start. Later, the server rejects the request with status 504."""
     idempotency_key: str | None = Field(default=None, max_length=200)
-    """Ours: a request sent again with the same key gets the first one's answer, and isn't run twice."""
+    """toolroll: key that identifies retries of a request. A retry gets the first response and is not run again."""
 
 
-class RunCodeRequest(_Request):
-    """`POST /run_code`."""
+class RunCodeRequest(_SandboxRequest):
+    """Request of `POST /run_code`."""
 
     code: str
     language: Language
     compile_timeout: Seconds = 10
     run_timeout: Seconds = 10
+    """CPU time. A program that sleeps or waits is stopped after `max_wall_time(run_timeout)`."""
     stdin: str | None = None
     files: dict[str, str | None] = {}
-    """Path → content in base64. A relative path is below the program's working directory."""
+    """Base64-encoded content by path. Relative paths are below the working directory of the program."""
 
-    session_id: str | None = Field(default=None, pattern=SESSION_ID)
-    """Ours: keep the interpreter, with its variables, for the next request that names the same session.
+    session_id: str | None = Field(default=None, pattern=SESSION_ID_PATTERN)
+    """toolroll: session whose interpreter keeps its variables between requests.
 
-    `DELETE /v1/sessions/{session_id}` ends it.
+    `DELETE /v1/sessions/{session_id}` ends the session.
     """
     show_value: bool = False
-    """Ours: where a Python program ends in an expression, write its value to stdout, as a notebook would show it.
+    """toolroll: if a Python program ends with an expression, write its value to stdout, as a notebook does.
 
-    In a session that is always so.
+    Always on in sessions.
     """
 
 
 class CommandRunResult(BaseModel):
-    """What one command did."""
+    """Output of one command."""
 
     status: CommandStatus
     execution_time: float | None = None
     return_code: int | None = None
-    """None if it ran out of time; −9 if signal 9 ended it."""
+    """Return code. None after a timeout, -9 if signal 9 ended the command."""
     stdout: str | None = None
     stderr: str | None = None
 
     cpu_time: float | None = None
-    """Ours: seconds on a CPU."""
+    """toolroll: CPU time in seconds."""
     stdout_truncated: bool = False
-    """Ours: the program wrote more than the server keeps."""
+    """toolroll: True if the command wrote more than the server keeps."""
     stderr_truncated: bool = False
     memory_exceeded: bool = False
-    """Ours: the program was ended because it reached its memory limit."""
+    """toolroll: True if the command was killed because it exceeded the memory limit."""
 
 
-class RunCodeResponse(BaseModel):
-    """The answer to `POST /run_code`."""
+class SandboxResponse(BaseModel):
+    """Fields of the responses of `POST /run_code` and `POST /run_jupyter`."""
 
     status: RunStatus
     message: str = ""
-    compile_result: CommandRunResult | None = None
-    run_result: CommandRunResult | None = None
     executor_pod_name: str | None = None
     files: dict[str, str] = {}
 
     queue_time: float | None = None
-    """Ours: seconds that the request waited in the server for its turn."""
+    """toolroll: time that the request waited in the server's queue, in seconds."""
+
+
+class RunCodeResponse(SandboxResponse):
+    """Response of `POST /run_code`."""
+
+    compile_result: CommandRunResult | None = None
+    run_result: CommandRunResult | None = None
+
     session_is_new: bool | None = None
-    """Ours: whether the session began with this request. True where one was expected to exist means that it is lost."""
+    """toolroll: True if this request started the session. If the session existed before, its state is lost."""
     session_died: bool | None = None
-    """Ours: whether a session of this name had ended by its programs' own doing since the request before."""
+    """toolroll: True if a program ended the session after the previous request."""
     session_is_over: bool | None = None
-    """Ours: whether the session ended with this request, as where the program killed its own process."""
+    """toolroll: True if this program ended the session, for example by killing its own process."""
 
 
-class RunJupyterRequest(_Request):
-    """`POST /run_jupyter`."""
+class RunJupyterRequest(_SandboxRequest):
+    """Request of `POST /run_jupyter`."""
 
     cells: list[str]
     cell_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
-    """Seconds for each cell; 0 for no limit but the total."""
+    """Timeout for each cell, in seconds. 0 for no limit other than the total."""
     total_timeout: Seconds = 45
     kernel: Literal["python3"] = "python3"
     files: dict[str, str] = {}
 
 
 class CellRunResult(BaseModel):
-    """What one cell did."""
+    """Output of one cell."""
 
     stdout: str
     stderr: str
     display: list[dict[str, Any]]
-    """One for each value shown: media type → data; a PNG in base64."""
+    """Displayed values, each a mapping from media type to data. PNG images are base64-encoded."""
     error: list[dict[str, Any]]
-    """At most one: `ename`, `evalue`, `traceback`."""
+    """At most one error, with `ename`, `evalue` and `traceback`."""
 
 
-class RunJupyterResponse(BaseModel):
-    """The answer to `POST /run_jupyter`."""
+class RunJupyterResponse(SandboxResponse):
+    """Response of `POST /run_jupyter`."""
 
-    status: RunStatus
-    message: str = ""
     driver: CommandRunResult | None = None
     cells: list[CellRunResult] = []
-    executor_pod_name: str | None = None
-    files: dict[str, str] = {}
 
-    queue_time: float | None = None
+
+RunRequest = RunCodeRequest | RunJupyterRequest
 
 
 class Ping(BaseModel):
-    """The answer to `GET /v1/ping` of our server. SandboxFusion answers the string "pong"."""
+    """Response of `GET /v1/ping`. SandboxFusion returns the string "pong" instead."""
 
     ping: Literal["pong"] = "pong"
     version: str = ""
     tier: str = ""
-    """How programs are isolated: A, B, C, or "unsafe"."""
+    """Isolation tier: A, B, C, or "unsafe"."""
+    gaps: list[str] = []
+    """Ways in which a program can affect others in spite of the isolation."""
     running: int = 0
     waiting: int = 0
     capacity: int = 0
-    """How many programs run at once; more wait."""
+    """Maximum number of concurrent programs. Further requests are queued."""
     time: float = 0.0
-    """The server's clock: deadlines are held against it."""
+    """Unix time by the server's clock, which deadlines are compared with."""
+
+
+class FenceRequest(BaseModel):
+    """Request of `POST /v1/holders/{holder}/fence`."""
+
+    lease: int
+    """Number of the lease up to which requests are rejected."""
+
+
+class FenceResponse(BaseModel):
+    """Response of `POST /v1/holders/{holder}/fence`."""
+
+    running: int
+    """Number of programs of these leases that still run."""
+    address: tuple[str, int]
+    """IP address and port at which the server received the request. Another address than the client's destination
+    shows that there may be several servers behind it."""
 
 
 class LanguageInfo(BaseModel):
-    """One language of `GET /v1/languages`."""
+    """One language in the response of `GET /v1/languages`."""
 
     available: bool
     version: str = ""
     missing: str = ""
-    """What to install, where it isn't available."""
+    """Software to install if the language is not available."""
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def read(kind: type[Model], body: bytes) -> Model:
-    """The request or answer in a body. Raises pydantic's ValidationError for anything else, however odd.
+    """Parse a request or response.
 
-    Lone surrogates are rare, so the fast parser goes first.
+    Args:
+        kind: Expected type.
+        body: JSON text.
+
+    Returns:
+        The message, with lone surrogates replaced.
+
+    Raises:
+        ValidationError: If the body is not a valid message of this type.
     """
+    # pydantic's parser is fast but rejects lone surrogates, which are rare.
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         if error.errors(include_url=False)[0]["type"] != "json_invalid":
             raise
         try:
-            value = json.loads(body)
+            return kind.model_validate(replace_lone_surrogates_in_json(json.loads(body)))
+        except ValidationError:
+            raise
         except (ValueError, RecursionError):
             raise error from None
-        try:
-            return kind.model_validate(scrub(value))
-        except RecursionError:
-            raise error from None
-
-
-def scrub_text(text: str) -> str:
-    """The text with its lone surrogates replaced by U+FFFD, and surrogates that form a pair joined."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def scrub(value: Any) -> Any:
-    """The same for every text in a JSON value, names among them."""
-    match value:
-        case str():
-            return scrub_text(value)
-        case list():
-            return [scrub(item) for item in value]
-        case dict():
-            return {scrub(key): scrub(item) for key, item in value.items()}
-    return value

@@ -1,1 +1,1 @@
-"""What a model can call."""
+"""Tools: the base class, the `@tool` decorator, the built-in tools, and their registry."""

@@ -1,133 +1,185 @@
-"""BaseTool: what a model can call, with a life of its own in every trajectory.
+"""BaseTool: the base class of all tools.
 
-A tool is one object per process; an *instance* of it is one trajectory's share, known by its `instance_id`. The life of
-an instance is create → execute (any number of times, also at once) → calc_reward → release. All that a trajectory
-changes belongs to its instance, never to the tool, so that many trajectories use one tool side by side.
+There is one tool object per process and one *instance* of it per trajectory, identified by an `instance_id`. An
+instance goes through create → execute (any number of times, possibly concurrently) → calc_reward → release. Mutable
+state belongs to the instance and not to the tool, so any number of trajectories can share a tool.
 
-The signatures are verl's, so that one class serves in both places. Nobody calls the four methods by hand in pairs:
-`ToolInstance` keeps the promise that what is created is released.
+The method signatures are those of verl, so one class works in both frameworks. Use `ToolInstance` instead of calling
+the four methods directly: it guarantees that every instance is released.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, cast
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from toolroll.errors import ConfigError, DuplicateInstance, ToolContractError, explain
+from toolroll.errors import ConfigError, DuplicateInstance, ToolContractError, validate
 from toolroll.schemas import OpenAIFunctionToolSchema, ToolResponse
-from toolroll.tools.arguments import ArgumentChecker
+from toolroll.tools.arguments import ArgumentValidator
 
 State = TypeVar("State")
-"""What one instance of a tool remembers between calls."""
+"""Type of the state that a tool keeps per instance."""
 
 
 class ToolResult(NamedTuple):
-    """What one call of a tool gave."""
+    """Result of one tool call.
+
+    Example:
+        >>> ToolResult(ToolResponse(text="72"), reward=1.0, metrics={}).reward
+        1.0
+    """
 
     response: ToolResponse
-    """Shown to the model."""
+    """Response that the model reads."""
     reward: float | None
-    """The reward of this step; None where the tool gives none."""
+    """Reward of this step, or None if the tool does not reward steps."""
     metrics: dict[str, Any]
-    """For the records; never shown to the model."""
+    """Metrics for the records. The model does not see them."""
 
 
 class ToolSettings(BaseModel):
-    """Base for the settings that a tool reads from its `config`: a key that isn't declared is an error, not ignored."""
+    """Base class for the settings that a tool reads from its `config`. Unknown keys are errors.
+
+    Example:
+        >>> class SearchSettings(ToolSettings):
+        ...     top_k: int = 3
+        >>> SearchSettings.read({"type": "native", "top_k": 5}).top_k
+        5
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["native"] = "native"
+    """Kind of tool, as verl's config files state it."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """The settings in `config`, or ConfigError that says which key is wrong."""
-        try:
-            return cls.model_validate(config)
-        except ValidationError as error:
-            raise ConfigError(f"config: {explain(error, cls.model_fields)}.") from error
+        """Validate the settings of a tool.
+
+        Args:
+            config: The mapping under `config` in the tool config file.
+
+        Returns:
+            The validated settings.
+
+        Raises:
+            ConfigError: If a key is unknown or missing, or a value is invalid.
+        """
+        return validate(cls, config, "config")
 
 
 class BaseTool(ABC, Generic[State]):
-    """A tool. Implement `execute`; add `new_state`, `calc_reward` and `release` where the tool needs them.
+    """Base class of tools.
 
-        class Countdown(BaseTool[list[int]]):
-            def new_state(self, start: int = 3) -> list[int]:
-                return [start]
+    Subclasses implement `execute`, and override `new_state`, `calc_reward` and `release` as needed. A tool that has to
+    do more than create a state when an instance starts, such as opening a connection, overrides `create` and `release`.
+    `release` is also called for an instance whose `create` failed, and must then clean up whatever exists.
 
-            async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
-                left = self.state(instance_id)
-                left[0] -= 1
-                return ToolResult(ToolResponse(text=f"{left[0]} left"), None, {})
+    Args:
+        config: Settings under `config` in the tool config file.
+        tool_schema: An OpenAIFunctionToolSchema, a mapping, or verl's schema object. By default, `default_schema`.
 
-    `new_state` gets the trajectory's `create_kwargs`. A tool whose start or end is more than that (a connection to
-    open, a session to close) overrides `create` and `release`. `release` may be called for an instance whose `create`
-    failed half-way; it must then clean up what there is.
+    Raises:
+        ConfigError: If the tool has no schema or an invalid one.
+
+    Example:
+        >>> class Countdown(BaseTool[list[int]]):
+        ...     default_schema = {"type": "function", "function": {"name": "countdown", "description": "Count down."}}
+        ...
+        ...     def new_state(self, start: int = 3) -> list[int]:
+        ...         return [start]
+        ...
+        ...     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
+        ...         remaining = self.state(instance_id)
+        ...         remaining[0] -= 1
+        ...         return ToolResult(ToolResponse(text=f"{remaining[0]} left"), None, {})
+        >>> Countdown().name
+        'countdown'
     """
 
     default_schema: ClassVar[OpenAIFunctionToolSchema | Mapping[str, Any] | None] = None
-    """The schema of a tool that brings its own; the one in the config goes before it."""
+    """Schema that is used if the config file does not contain one."""
 
     def __init__(self, config: dict[str, Any] | None = None, tool_schema: Any = None) -> None:
-        """Make the tool.
-
-        Args:
-            config: The settings under `config` in the YAML file.
-            tool_schema: An OpenAIFunctionToolSchema, a mapping, or verl's schema object. None takes the class's own.
-        """
         self.config = dict(config or {})
         self.tool_schema = self._read_schema(tool_schema)
         self.name = self.tool_schema.function.name
-        self.arguments = ArgumentChecker(self.name, self.tool_schema.function.parameters.model_dump())
-        """Checks what the model wrote as arguments: `tool.arguments.parse(text)`."""
+        self.arguments = ArgumentValidator(self.name, self.tool_schema.function.parameters.model_dump())
+        """Validator for the model's arguments: `tool.arguments.parse(text)`."""
         self.instances: dict[str, State] = {}
-        """The state of every live instance, by its id."""
+        """States of the live instances by id."""
 
-    def _read_schema(self, given: Any) -> OpenAIFunctionToolSchema:
-        if given is None:
-            given = self.default_schema
-        if given is None and type(self).get_openai_tool_schema is not BaseTool.get_openai_tool_schema:
-            given = self.get_openai_tool_schema()  # how classes written for verl bring theirs
-        if given is None:
-            raise ConfigError(
-                f"{type(self).__name__} has no schema: give one under tool_schema, or as default_schema in the class."
-            )
-        if isinstance(given, OpenAIFunctionToolSchema):
-            return given.model_copy(deep=True)
-        try:
-            return OpenAIFunctionToolSchema.model_validate(
-                given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else given
-            )
-        except ValidationError as error:
-            raise ConfigError(f"The tool_schema of {type(self).__name__} is not usable: {explain(error)}") from error
+    def _read_schema(self, schema: Any) -> OpenAIFunctionToolSchema:
+        if schema is None:
+            schema = self.default_schema
+        if schema is None and type(self).get_openai_tool_schema is not BaseTool.get_openai_tool_schema:
+            schema = self.get_openai_tool_schema()  # classes written for verl define their schema here
+        if schema is None:
+            remedy = "Add tool_schema to the config, or default_schema to the class."
+            raise ConfigError(f"{type(self).__name__} has no schema. {remedy}")
+        if isinstance(schema, OpenAIFunctionToolSchema):
+            return schema.model_copy(deep=True)
+        if isinstance(schema, BaseModel):
+            schema = schema.model_dump(exclude_unset=True)
+        return validate(OpenAIFunctionToolSchema, schema, f"The tool_schema of {type(self).__name__} is invalid")
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema that the model sees."""
+        """Return the schema that the model sees."""
         return self.tool_schema
 
     def new_state(self, *_: Any, **create_kwargs: Any) -> State:
-        """What a new instance remembers. Called once per instance, with the trajectory's `create_kwargs`."""
+        """Return the initial state of an instance.
+
+        Args:
+            **create_kwargs: The trajectory's `create_kwargs` for this tool.
+
+        Returns:
+            The state, which `state()` returns during the trajectory. None by default.
+        """
         return cast("State", None)
 
     def state(self, instance_id: str) -> State:
-        """What the instance remembers."""
+        """Return the state of a live instance.
+
+        Args:
+            instance_id: Id of the instance.
+
+        Returns:
+            The object that `new_state` returned.
+
+        Raises:
+            ToolContractError: If the instance was not created or has been released.
+        """
         try:
             return self.instances[instance_id]
         except KeyError:
             raise ToolContractError(
-                f"Tool {self.name!r} has no instance {instance_id!r}: it was never created, or is released already."
+                f"Tool {self.name!r} has no instance {instance_id!r}: it was not created, or it has been released."
             ) from None
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin an instance. Its arguments come flat, or in one `create_kwargs=` as verl passes them."""
+        """Create an instance for one trajectory.
+
+        Args:
+            instance_id: Id of the instance. Generated by default.
+            **kwargs: Arguments of `new_state`, either directly or in a single `create_kwargs` mapping as verl passes
+                them.
+
+        Returns:
+            The id, and a response that may be empty.
+
+        Raises:
+            DuplicateInstance: If an instance with this id exists.
+        """
         instance_id = instance_id or str(uuid4())
         if instance_id in self.instances:
-            raise DuplicateInstance(f"Tool {self.name!r} has an instance {instance_id!r} already: ids must differ.")
+            raise DuplicateInstance(f"Tool {self.name!r} already has an instance {instance_id!r}. Use a unique id.")
         create_kwargs = (kwargs.pop("create_kwargs", None) or {}) | kwargs
         self.instances[instance_id] = self.new_state(**create_kwargs)
         return instance_id, ToolResponse()
@@ -136,65 +188,109 @@ class BaseTool(ABC, Generic[State]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Carry out one call: what the model is shown, the step's reward, and metrics.
+        """Execute one tool call.
 
-        Raise PolicyFault to tell the model what it did wrong, InfraFault where something that it can't influence is
-        broken.
+        Args:
+            instance_id: Id of the instance.
+            parameters: Arguments of the call, which satisfy the schema.
+            **kwargs: The trajectory's `execute_kwargs` for this tool, and the `deadline` of the call.
+
+        Returns:
+            The response for the model, the reward of this step or None, and metrics. See `ToolResult`.
+
+        Raises:
+            PolicyFault: If the model caused a failure. It reads the message.
+            InfraFault: If something other than the model caused a failure.
         """
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of the whole trajectory as this tool sees it, beyond the rewards of its steps."""
+        """Return this tool's reward for the whole trajectory, in addition to the rewards of its steps.
+
+        Args:
+            instance_id: Id of the instance.
+            **kwargs: The trajectory's `calc_reward_kwargs` for this tool.
+
+        Returns:
+            The reward. 0.0 by default.
+        """
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End an instance. Never fails for one that isn't there."""
+        """Release an instance. Must not fail if the instance does not exist.
+
+        Args:
+            instance_id: Id of the instance.
+            **kwargs: The trajectory's `release_kwargs` for this tool.
+        """
         self.instances.pop(instance_id, None)
 
 
-def as_result(tool_name: str, value: Any) -> ToolResult:
-    """What a tool's `execute` returned, checked.
+def as_response(tool_name: str, value: Any) -> ToolResponse:
+    """Convert the response of `BaseTool.execute` to a ToolResponse.
 
-    Tools that we never saw return what they like: text instead of a ToolResponse is taken.
+    Args:
+        tool_name: Name of the tool, for messages.
+        value: A ToolResponse, text, None, or another library's response object.
+
+    Returns:
+        The response.
+
+    Raises:
+        ToolContractError: If the value has another type.
     """
-    if not (isinstance(value, tuple) and len(value) == 3):
-        raise ToolContractError(
-            f"execute of tool {tool_name!r} returned {type(value).__name__}: return (response, reward, metrics)."
-        )
-    response, reward, metrics = value
-    if not isinstance(metrics, dict | None):
-        raise ToolContractError(
-            f"execute of tool {tool_name!r} returned metrics of type {type(metrics).__name__}: return a dict."
-        )
-    return ToolResult(
-        _as_response(tool_name, response), None if reward is None else as_reward(tool_name, reward), metrics or {}
-    )
-
-
-def _as_response(tool_name: str, value: Any) -> ToolResponse:
     if isinstance(value, ToolResponse):
         return value
     if value is None or isinstance(value, str):
         return ToolResponse(text=value)
-    if not isinstance(value, dict):  # another library's ToolResponse, such as verl's
+    if not isinstance(value, dict):  # another library's response object, such as verl's
         value = {part: getattr(value, part) for part in ToolResponse.model_fields if hasattr(value, part)} or value
     try:
         return ToolResponse.model_validate(value)
     except ValidationError as error:
-        raise ToolContractError(
-            f"execute of tool {tool_name!r} returned a response of type {type(value).__name__}: "
-            "return a ToolResponse or a str."
-        ) from error
+        kind = type(value).__name__
+        message = f"Tool {tool_name!r} returned a response of type {kind}. Return a ToolResponse or a str."
+        raise ToolContractError(message) from error
+
+
+def as_result(tool_name: str, value: Any, to_response: Callable[[str, Any], ToolResponse] = as_response) -> ToolResult:
+    """Convert a return value of `BaseTool.execute` to a ToolResult.
+
+    Args:
+        tool_name: Name of the tool, for messages.
+        value: A tuple (response, reward, metrics).
+        to_response: Converts the response, given the name of the tool.
+
+    Returns:
+        The validated result.
+
+    Raises:
+        ToolContractError: If the value is not such a tuple, or the reward is not a finite number.
+    """
+    if not (isinstance(value, tuple) and len(value) == 3):
+        returned = f"a tuple of {len(value)} items" if isinstance(value, tuple) else type(value).__name__
+        raise ToolContractError(f"Tool {tool_name!r} returned {returned}. Return (response, reward, metrics).")
+    response, reward, metrics = value
+    if not isinstance(metrics, dict | None):
+        raise ToolContractError(f"Tool {tool_name!r} returned metrics of type {type(metrics).__name__}. Return a dict.")
+    reward = None if reward is None else as_reward(tool_name, reward)
+    return ToolResult(to_response(tool_name, response), reward, metrics or {})
 
 
 def as_reward(tool_name: str, value: Any) -> float:
-    """A reward as a finite float. A NaN would spoil the whole batch, so it stops here."""
-    try:
-        reward = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise ToolContractError(
-            f"Tool {tool_name!r} gave the reward {value!r:.80}: "
-            "a reward is a finite number, or None for a step without one."
-        )
-    return reward
+    """Convert a reward to a finite float. A NaN would corrupt the whole batch.
+
+    Args:
+        tool_name: Name of the tool or reward function, for messages.
+        value: A number, but not text.
+
+    Returns:
+        The reward.
+
+    Raises:
+        ToolContractError: If the value is not a finite number.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, str) and math.isfinite(reward := float(value)):
+            return reward
+    remedy = "Return a finite number, or None for no reward."
+    raise ToolContractError(f"Invalid reward from {tool_name!r}: {value!r:.80}. {remedy}")

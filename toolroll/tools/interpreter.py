@@ -1,154 +1,213 @@
-"""Interpreter: Python that remembers, from one call of a trajectory to the next.
+"""InterpreterSession: a Python interpreter whose variables last for a trajectory.
 
-On a server that keeps sessions it is one. A session that is lost through no doing of its programs (the server was
-started anew, or needed the room) is rebuilt: they are run again, in a new one. One that a program ended is gone, and
-the model is told so. A server that keeps none, such as SandboxFusion, runs the earlier programs again at every call
-(replay.py). One call at a time, in the order in which they came; nobody else has the session's name.
+On a server with sessions, each trajectory uses one of them. If the server loses it, because it was restarted or evicted
+the session, the earlier programs are run again in a new session. If a program ended the session, the session is not
+rebuilt and the model is informed. On a server without sessions, such as SandboxFusion, every call runs all earlier
+programs again, with their output discarded. This costs the run time of all earlier programs, and random or
+time-dependent values differ from the first run.
+
+Invariants: calls of one trajectory run one at a time, in the order in which they were made. No other trajectory has the
+session's id.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from toolroll.errors import InfraFault, PolicyFault, SandboxUnavailable
-from toolroll.runner import CodeRunner, Ran
-from toolroll.sandbox.execution import Outcome
-from toolroll.tools.replay import Replay
+from toolroll.sandbox.execution import ExecutionOutcome
+from toolroll.sandbox.limited import LimitedSandbox, RunResult
 
 logger = logging.getLogger(__name__)
 
-REBUILDS = 3
-"""How often in a row a session may be lost before that is the infrastructure's fault."""
-MOST_REPLAYED = 1_000_000
-"""Characters of programs that are sent again at every call to a server without sessions."""
-LONGEST = 300.0
-"""Seconds that a program with all those before it may take there."""
+MAX_SESSION_ATTEMPTS = 3
+"""Number of consecutive times that a session may be lost before the call fails."""
+MAX_REPLAY_CHARS = 1_000_000
+"""Maximum total length of the programs of a replayed session."""
+MAX_REPLAY_TIME_S = 300.0
+"""Maximum run time of a program together with all replayed ones."""
+
+_COMPLETED = (ExecutionOutcome.OK, ExecutionOutcome.FAILED)
+"""Outcomes of programs that are run again. A program that was stopped would be stopped again."""
+
+_REPLAY_PROGRAM = """
+def _replay(earlier, code, marker, name="main.py"):
+    import ast, linecache, os, sys, traceback, types
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    saved, devnull = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1), os.dup2(devnull, 2)
+    for source in earlier:
+        try:
+            exec(compile(source, name, "exec"), main.__dict__)
+        except BaseException:
+            pass
+    sys.stdout.flush(), sys.stderr.flush()
+    os.dup2(saved[0], 1), os.dup2(saved[1], 2)
+    os.write(1, marker.encode())
+    linecache.cache[name] = len(code), None, code.splitlines(True), name
+    try:
+        tree = ast.parse(code, name)
+    except (SyntaxError, ValueError) as error:
+        traceback.print_exception(type(error), error, None)
+        sys.exit(1)
+    last = tree.body[-1] if tree.body else None
+    shown = []
+    if isinstance(last, ast.Expr) and getattr(getattr(last.value, "func", None), "attr", "") != "write":
+        line = code.encode().splitlines()[last.end_lineno - 1]
+        if not line[last.end_col_offset:].lstrip().startswith(b";"):
+            shown = [tree.body.pop()]
+    try:
+        exec(compile(tree, name, "exec"), main.__dict__)
+        if shown:
+            exec(compile(ast.Interactive(shown), name, "single"), main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback.print_exception(type(error), error, error.__traceback__.tb_next)
+        sys.exit(1)
+_replay({earlier!a}, {code!a}, {marker!r})
+"""
+"""Program that runs `code` after the earlier programs of its session. Supports Python 3.8 and newer."""
 
 
-@dataclass
-class Server:
-    """What has turned out about the server, for all interpreters there."""
-
-    keeps_sessions: bool = True
+class SessionLost(Exception):
+    """Raised when the server no longer has the session."""
 
 
-class Lost(Exception):
-    """The session isn't there any more."""
+class InterpreterSession:
+    """The interpreter of one trajectory. Call `close()` at the end.
 
+    Args:
+        sandbox: Sandbox that runs the programs.
+    """
 
-class Interpreter:
-    """One trajectory's. Ends with `end`."""
+    def __init__(self, sandbox: LimitedSandbox) -> None:
+        self._sandbox = sandbox
+        self._session_id = ""
+        """Id of the session on the server, or "" if there is none."""
+        self._programs: list[str] = []
+        """Earlier programs that created the current state."""
+        self._programs_time_s = 0.0
+        """Total run time of the earlier programs."""
+        self._lock = asyncio.Lock()
 
-    def __init__(self, runner: CodeRunner, server: Server) -> None:
-        self._runner = runner
-        self._server = server
-        self._session = ""
-        """Its name at the server; empty where there is none."""
-        self._earlier: list[str] = []
-        """The programs that made what there is."""
-        self._seconds = 0.0
-        """How long these took, together."""
-        self._turn = asyncio.Lock()
+    async def run(self, code: str, *, run_timeout: float, deadline: float | None) -> RunResult:
+        """Run a program with the state that the earlier programs left.
 
-    async def run(self, code: str, *, run_timeout: float, deadline: float | None) -> Ran:
-        """Run a program after those before it. `session_is_over` in what it did: what they had defined is gone."""
+        Args:
+            code: The program.
+            run_timeout: Time limit of the program, in seconds.
+            deadline: Time by which the result must be available, on the clock of `time.monotonic()`.
+
+        Returns:
+            The result. If its `session_is_over` is True, the state of the earlier programs is lost.
+
+        Raises:
+            PolicyFault: If the previous program ran until the deadline, or the replayed programs are too long.
+            InfraFault: If the sandbox failed.
+        """
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
-                await self._turn.acquire()
+                await self._lock.acquire()
         except TimeoutError:
-            raise PolicyFault("It was not run: the program before it took all the time.") from None
+            raise PolicyFault("The program was not run: the previous program took all the time.") from None
         try:
-            ran = await self._run_in_session(code, run_timeout, deadline) if self._server.keeps_sessions else None
-            if ran is None:
-                ran = await self._run_again(code, run_timeout, deadline)
-            self._seconds += ran.execution.execution_time
-            return ran
+            result = await self._run_in_session(code, run_timeout, deadline) if self._sandbox.keeps_sessions else None
+            if result is None:
+                result = await self._run_replayed(code, run_timeout, deadline)
+            self._programs_time_s += result.execution.execution_time
+            return result
         finally:
-            self._turn.release()
+            self._lock.release()
 
-    async def end(self) -> None:
-        """End it. Where the server can't be reached, it ends the session by itself after a while."""
-        session, self._session = self._session, ""
-        if not session or not self._server.keeps_sessions:
+    async def close(self) -> None:
+        """End the session. If the server cannot be reached, the session expires by itself."""
+        session_id, self._session_id = self._session_id, ""
+        if not session_id or not self._sandbox.keeps_sessions:
             return
         try:
-            await self._runner.end_session(session)
+            await self._sandbox.end_session(session_id)
         except InfraFault as error:
-            logger.info("session %s could not be ended: %s", session, error)
+            logger.info("Session %s could not be ended: %s", session_id, error)
 
-    async def _run_in_session(self, code: str, run_timeout: float, deadline: float | None) -> Ran | None:
-        """Run it in the session. None: the server keeps none."""
-        for _ in range(REBUILDS):
+    async def _run_in_session(self, code: str, run_timeout: float, deadline: float | None) -> RunResult | None:
+        """Run a program in the session, rebuilding it if necessary. Return None if the server has no sessions."""
+        for _ in range(MAX_SESSION_ATTEMPTS):
             try:
-                if not self._session:
-                    await self._rebuild(run_timeout, deadline)
-                return await self._cell(code, run_timeout, deadline)
-            except Lost:
-                logger.warning("session %s was lost: running %d programs again", self._session, len(self._earlier))
-                await self.end()  # what was found empty
-        raise SandboxUnavailable(
-            f"{self._runner.resource}: a session was lost {REBUILDS} times in a row. Does the server keep enough of "
-            "them? (toolroll sandbox serve --sessions)"
-        )
+                if not self._session_id:
+                    await self._rebuild_session(run_timeout, deadline)
+                return await self._run_program(code, run_timeout, deadline)
+            except SessionLost:
+                logger.warning("Session %s was lost: rerunning %d programs", self._session_id, len(self._programs))
+                await self.close()  # the server has created an empty session with this id
+        remedy = "Increase the number of sessions that the server keeps (toolroll sandbox serve --sessions)."
+        problem = f"a session was lost {MAX_SESSION_ATTEMPTS} times in a row"
+        raise SandboxUnavailable(f"{self._sandbox.resource}: {problem}. {remedy}")
 
-    async def _rebuild(self, run_timeout: float, deadline: float | None) -> None:
-        """A new session, with what the earlier programs made. One that is cut short leaves nothing half made."""
-        self._session = self._runner.new_session()
+    async def _rebuild_session(self, run_timeout: float, deadline: float | None) -> None:
+        """Start a session and run the earlier programs in it. On failure, no partly rebuilt session remains."""
+        self._session_id = self._sandbox.new_session()
         try:
-            for number, program in enumerate(self._earlier):
-                ran = await self._ask(program, run_timeout, deadline)
-                if number and ran.execution.session_is_new:
-                    raise Lost
+            for number, program in enumerate(self._programs):
+                result = await self._send(program, run_timeout, deadline)
+                if number and result.execution.session_is_new:
+                    raise SessionLost
         except BaseException:
-            await self.end()
+            await self.close()
             raise
 
-    async def _cell(self, code: str, run_timeout: float, deadline: float | None) -> Ran | None:
-        before = self._earlier
-        self._earlier = [*before, code]  # it is run, whether or not its answer is waited for
-        ran = await self._ask(code, run_timeout, deadline)
-        execution = ran.execution
+    async def _run_program(self, code: str, run_timeout: float, deadline: float | None) -> RunResult | None:
+        earlier = self._programs
+        self._programs = [*earlier, code]  # even if this call is cancelled, the server runs the program
+        result = await self._send(code, run_timeout, deadline)
+        execution = result.execution
         if execution.session_is_new is None:
-            logger.warning("%s keeps no sessions: each call runs the earlier programs again", self._runner.resource)
-            self._server.keeps_sessions, self._earlier = False, before
+            logger.warning("%s has no sessions: each call reruns the earlier programs", self._sandbox.resource)
+            self._sandbox.keeps_sessions, self._programs = False, earlier
             return None
-        if execution.session_is_new and before:
-            self._earlier = before
+        if execution.session_is_new and earlier:
             if not execution.session_died:
-                raise Lost
-            # By their own doing: it has begun with nothing, and the model must know.
-            self._earlier = [code]
-            return ran._replace(execution=replace(execution, session_is_over=True))
+                self._programs = earlier
+                raise SessionLost
+            # A program ended the session after its call: this one started without the earlier state.
+            self._programs = [code]
+            return result._replace(execution=replace(execution, session_is_over=True))
         if execution.session_is_over:
-            self._earlier, self._seconds = [], 0.0
-        elif execution.outcome not in (Outcome.OK, Outcome.FAILED):  # one that was stopped would be stopped again
-            self._earlier = before
-        return ran
+            self._forget_programs()
+        elif execution.outcome not in _COMPLETED:
+            self._programs = earlier
+        return result
 
-    async def _ask(self, code: str, run_timeout: float, deadline: float | None) -> Ran:
-        return await self._runner.run(code, run_timeout=run_timeout, session_id=self._session, deadline=deadline)
+    async def _send(self, code: str, run_timeout: float, deadline: float | None) -> RunResult:
+        return await self._sandbox.run(code, run_timeout=run_timeout, session_id=self._session_id, deadline=deadline)
 
-    async def _run_again(self, code: str, run_timeout: float, deadline: float | None) -> Ran:
-        """Run the earlier programs and then this one, where nothing is kept."""
-        if sum(map(len, self._earlier)) + len(code) > MOST_REPLAYED:
-            raise PolicyFault(f"It was not run: all programs together have more than {MOST_REPLAYED} characters.")
-        ran, said = await self._replay(code, run_timeout, deadline)
-        is_over = said is None and bool(self._earlier) and ran.execution.outcome is not Outcome.TIMEOUT
-        if is_over:  # one of them ends the interpreter
-            self._earlier, self._seconds = [], 0.0
-            ran, said = await self._replay(code, run_timeout, deadline)
-        own = max(0.0, ran.execution.execution_time - self._seconds)
-        execution = replace(ran.execution, stdout=said or "", execution_time=own, session_is_over=is_over)
-        if execution.outcome in (Outcome.OK, Outcome.FAILED):
-            self._earlier = [*self._earlier, code]
-        return Ran(execution, ran.waited, run_timeout)
+    async def _run_replayed(self, code: str, run_timeout: float, deadline: float | None) -> RunResult:
+        """Run the earlier programs and then this one, on a server without sessions."""
+        if sum(map(len, self._programs)) + len(code) > MAX_REPLAY_CHARS:
+            raise PolicyFault(f"The program was not run: this session exceeds {MAX_REPLAY_CHARS} characters of code.")
+        result, stdout = await self._replay(code, run_timeout, deadline)
+        is_over = stdout is None and bool(self._programs) and result.execution.outcome is not ExecutionOutcome.TIMEOUT
+        if is_over:  # an earlier program ends the interpreter
+            self._forget_programs()
+            result, stdout = await self._replay(code, run_timeout, deadline)
+        time_s = max(0.0, result.execution.execution_time - self._programs_time_s)
+        execution = replace(result.execution, stdout=stdout or "", execution_time=time_s, session_is_over=is_over)
+        if execution.outcome in _COMPLETED:
+            self._programs = [*self._programs, code]
+        return result._replace(execution=execution, run_timeout=run_timeout)
 
-    async def _replay(self, code: str, run_timeout: float, deadline: float | None) -> tuple[Ran, str | None]:
-        """What came of it all, and what the last program wrote; None where it was never reached."""
-        replay = Replay(self._earlier, code)
-        seconds = min(run_timeout + 2 * self._seconds, max(run_timeout, LONGEST))
-        ran = await self._runner.run(replay.program, run_timeout=seconds, deadline=deadline)
-        return ran, replay.said(ran.execution.stdout)
+    async def _replay(self, code: str, run_timeout: float, deadline: float | None) -> tuple[RunResult, str | None]:
+        """Return the result, and the output of `code` or None if it was not reached."""
+        marker = f"<{secrets.token_hex(16)}>"  # separates the output of `code` from that of the earlier programs
+        program = _REPLAY_PROGRAM.format(earlier=self._programs, code=code, marker=marker)
+        total_timeout_s = min(run_timeout + 2 * self._programs_time_s, max(run_timeout, MAX_REPLAY_TIME_S))
+        result = await self._sandbox.run(program, run_timeout=total_timeout_s, deadline=deadline)
+        before, found, after = result.execution.stdout.partition(marker)
+        return result, before + after if found else None
+
+    def _forget_programs(self) -> None:
+        self._programs, self._programs_time_s = [], 0.0

@@ -1,47 +1,44 @@
-"""The registry: a YAML file becomes tools.
+"""Loading of tools from a YAML config file.
 
-The file is the one that verl's users have:
+The format is that of verl:
 
     tools:
-      - class_name: "my_tools.Search"       # a BaseTool, or a function made a tool by @tool
-        config: {type: native, top_k: 3}    # the tool's own settings
-        tool_schema: {...}                  # left out where the class or function has its own
+      - class_name: "my_tools.Search"       # a subclass of BaseTool, or a function with @tool
+        config: {type: native, top_k: 3}    # settings of the tool
+        tool_schema: {...}                  # optional if the class or function has a schema
 
-It is read by omegaconf, so `${oc.env:NAME}` works. Either every tool in it loads, or `ConfigError` says what is wrong,
-in which file, at which entry, and what to do. Nothing is skipped, and no two tools have one name.
+omegaconf reads the file, so `${oc.env:NAME}` works.
+
+Invariant: either all tools of the file are loaded, with unique names, or ConfigError states the file, the entry and the
+problem.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from yaml import YAMLError
 
-from toolroll.errors import ConfigError, did_you_mean, explain
+from toolroll._internal.dotted_path import import_dotted_path
+from toolroll.errors import ConfigError, explain, validate
 from toolroll.tools.base_tool import BaseTool
 from toolroll.tools.function_tool import FunctionTool
 
-ALIASES = {
+VERL_CLASS_ALIASES = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "toolroll.tools.gsm8k_tool.Gsm8kTool",
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "toolroll.tools.sandbox_fusion_tool.SandboxFusionTool",
 }
-"""Classes that verl dropped, and ours that take their place, so that old files go on working."""
+"""Classes that verl has removed, and their replacements. Existing config files keep working."""
 
-
-# omegaconf 2.4 refuses files of more than 10,000 nodes, to guard against aliases that multiply; 2.3 has no limit.
-# A few hundred tools are more than that, and who can name a class to import can do worse than a large file.
-_ANY_SIZE: dict[str, Any] = (
-    {"max_yaml_expanded_nodes": None}
-    if "max_yaml_expanded_nodes" in inspect.signature(OmegaConf.load).parameters
-    else {}
-)
+# omegaconf 2.4 rejects files with more than 10,000 nodes, which protects against YAML aliases that expand
+# exponentially. A few hundred tools exceed that, and the file is trusted anyway: it names classes to import.
+_HAS_NODE_LIMIT = "max_yaml_expanded_nodes" in inspect.signature(OmegaConf.load).parameters
+_WITHOUT_NODE_LIMIT: dict[str, Any] = {"max_yaml_expanded_nodes": None} if _HAS_NODE_LIMIT else {}
 
 
 class ToolEntry(BaseModel):
@@ -50,114 +47,116 @@ class ToolEntry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     class_name: str
-    config: Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)] = Field(
-        default_factory=dict
-    )
+    """Dotted path of a subclass of BaseTool or of a function with @tool."""
+    config: dict[str, Any] | None = None
+    """Settings of the tool."""
     tool_schema: dict[str, Any] | None = None
+    """Schema of the tool. By default, that of the class or function."""
 
 
 def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool[Any]]:
-    """The tools of a config file, in its order.
+    """Load the tools of a config file.
 
-    >>> [tool.name for tool in initialize_tools_from_config("examples/gsm8k/tool_config.yaml")]
-    ['calc_gsm8k_reward']
+    Args:
+        tools_config_file: Path of the YAML file.
+
+    Returns:
+        The tools, in the order of the file.
+
+    Raises:
+        ConfigError: If the file cannot be read, or an entry is invalid or cannot be loaded.
+
+    Example:
+        >>> [tool.name for tool in initialize_tools_from_config("examples/gsm8k/tool_config.yaml")]
+        ['calc_gsm8k_reward']
     """
     path = Path(tools_config_file)
-    tools: dict[str, tuple[BaseTool[Any], str]] = {}
+    tools: dict[str, BaseTool[Any]] = {}
     for number, entry in enumerate(read_entries(path), start=1):
-        where = _where(path, number, entry.class_name)
+        where = _location(path, number, entry.class_name)
         try:
             tool = build(entry)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if tool.name in tools:
-            raise ConfigError(
-                f"{where}: its name, {tool.name!r}, is taken by {tools[tool.name][1]}. "
-                "A model tells tools apart by name: change one."
-            )
-        tools[tool.name] = tool, f"tool {number}"
-    return [tool for tool, _ in tools.values()]
+            first = list(tools).index(tool.name) + 1
+            raise ConfigError(f"{where}: tool {first} has the same name, {tool.name!r}. Rename one.")
+        tools[tool.name] = tool
+    return list(tools.values())
 
 
 def read_entries(tools_config_file: str | Path) -> list[ToolEntry]:
-    """What stands in a config file, checked; nothing of it is made yet."""
+    """Read and validate the entries of a config file without creating the tools.
+
+    Args:
+        tools_config_file: Path of the YAML file.
+
+    Returns:
+        The entries, in the order of the file.
+
+    Raises:
+        ConfigError: If the file cannot be read or an entry is invalid.
+    """
     path, entries = Path(tools_config_file), []
-    for number, raw in enumerate(_read_list(path), start=1):
-        try:
-            entries.append(ToolEntry.model_validate(raw))
-        except ValidationError as error:
-            where = _where(path, number, raw.get("class_name") if isinstance(raw, dict) else None)
-            raise ConfigError(f"{where}: {explain(error, ToolEntry.model_fields)}.") from error
+    for number, raw in enumerate(_read_tools_list(path), start=1):
+        class_name = raw.get("class_name") if isinstance(raw, dict) else None
+        entries.append(validate(ToolEntry, raw, _location(path, number, class_name)))
     return entries
 
 
-def _where(path: Path, number: int, class_name: Any) -> str:
+def _location(path: Path, number: int, class_name: Any) -> str:
     return f"{path}, tool {number}" + (f" ({class_name})" if class_name is not None else "")
 
 
-def _read_list(path: Path) -> list[Any]:
+def _read_tools_list(path: Path) -> list[Any]:
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path, **_ANY_SIZE), resolve=True, throw_on_missing=True)
+        config = OmegaConf.load(path, **_WITHOUT_NODE_LIMIT)
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file. Give the path of a tool config (YAML).") from error
+        raise ConfigError(f"{path}: file not found. Pass the path of a tool config (YAML).") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
     except YAMLError as error:
-        raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path}: invalid YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: at {error.full_key or 'the top level'}: {error.msg or error}") from error
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(content, dict) or not isinstance(entries, list):
-        raise ConfigError(f"{path}: has no list `tools`. It should read:\ntools:\n  - class_name: my_module.MyTool")
+        raise ConfigError(f"{path}: has no list `tools`. Expected:\ntools:\n  - class_name: my_module.MyTool")
     if unknown := content.keys() - {"tools"}:
-        raise ConfigError(f"{path}: has {_list(unknown)} beside `tools`. Only `tools` is known here.")
+        keys = ", ".join(repr(key) for key in sorted(map(str, unknown)))
+        raise ConfigError(f"{path}: unknown key {keys}. The only valid key is `tools`.")
     return entries
 
 
 def build(entry: ToolEntry) -> BaseTool[Any]:
-    """The tool that an entry describes."""
-    kind = entry.config.get("type", "native")
+    """Create the tool of an entry.
+
+    Args:
+        entry: Entry of a config file.
+
+    Returns:
+        The tool.
+
+    Raises:
+        ConfigError: If the class cannot be imported, is not a tool, or rejects its settings or schema.
+    """
+    config = entry.config or {}
+    kind = config.get("type", "native")
     if kind != "native":
-        raise ConfigError(f"config.type is {kind!r}; only 'native' is known.")
-    found = import_by_name(ALIASES.get(entry.class_name, entry.class_name))
+        raise ConfigError(f"config.type: unknown type {kind!r}. Use 'native'.")
+    found = import_dotted_path(VERL_CLASS_ALIASES.get(entry.class_name, entry.class_name))
     if isinstance(found, FunctionTool):
-        return found.configured(entry.config, entry.tool_schema)
+        return found.with_config(config, entry.tool_schema)
     if not (isinstance(found, type) and issubclass(found, BaseTool)):
-        remedy = (
-            "put @tool on it" if callable(found) and not isinstance(found, type) else "derive it from toolroll.BaseTool"
-        )
-        raise ConfigError(f"{entry.class_name} is not a tool: {remedy}.")
+        is_function = callable(found) and not isinstance(found, type)
+        remedy = "Decorate it with @tool" if is_function else "Derive it from toolroll.BaseTool"
+        raise ConfigError(f"{entry.class_name} is not a tool. {remedy}.")
     try:
-        return found(entry.config, entry.tool_schema)
+        return found(config, entry.tool_schema)
     except ConfigError:
         raise
     except ValidationError as error:
-        raise ConfigError(f"making the tool failed: {explain(error)}.") from error
+        raise ConfigError(f"creating the tool failed: {explain(error)}.") from error
     except Exception as error:
-        raise ConfigError(f"making the tool failed: {type(error).__name__}: {error}") from error
-
-
-def import_by_name(dotted: str) -> Any:
-    """What `package.module.Name` names. Raises ConfigError that says which part of it failed."""
-    module_name, _, attribute = dotted.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{dotted!r} has no module: write it as my_module.{dotted or 'MyTool'}.")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        remedy = (
-            "install it, or put its folder on PYTHONPATH"
-            if error.name and module_name.startswith(error.name)
-            else "install it"
-        )
-        raise ConfigError(f"there is no module {error.name!r} for it: {remedy}.") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        raise ConfigError(f"{module_name} has no {attribute!r}{did_you_mean(attribute, dir(module))}.") from error
-
-
-def _list(keys: Iterable[object]) -> str:
-    return ", ".join(repr(key) for key in sorted(map(str, keys)))
+        raise ConfigError(f"creating the tool failed: {type(error).__name__}: {error}") from error

@@ -1,11 +1,11 @@
-"""SandboxFusionTool: the model writes a program, and reads what it did.
+"""SandboxFusionTool: the code interpreter. The model writes a program and reads its output.
 
-Behind `sandbox_fusion_url` stands `toolroll sandbox serve` or a SandboxFusion, one or several. What the program does,
-well or badly, is the model's own: it is told in the tool's answer. What befalls the program (the sandbox is down, full,
-or answers nonsense; no slot comes free) is raised as InfraFault, after retries, by the call's deadline. All calls of
-all processes of the cluster are within one limit (runner.py), which the rewards share.
+`sandbox_fusion_url` names one or several servers, either `toolroll sandbox serve` or SandboxFusion. A failure of the
+program is part of the response that the model reads. A failure of the sandbox, such as an overloaded server or no free
+slot, raises InfraFault after retries, by the deadline of the call. All processes of the cluster share one limit with
+each other and with the reward functions (see `toolroll.sandbox.limited`).
 
-With `stateful: true` every trajectory has an interpreter of its own, which remembers (interpreter.py).
+With `stateful: true`, variables last from one call of a trajectory to the next (see `toolroll.tools.interpreter`).
 """
 
 from __future__ import annotations
@@ -14,121 +14,147 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from toolroll.errors import PolicyFault, SandboxRefused, did_you_mean
-from toolroll.rewards.fence import language_of, unfence
-from toolroll.runner import CodeRunner, Ran, RunnerSettings
+from toolroll._internal.code_fences import canonical_language, strip_code_fence
+from toolroll.errors import PolicyFault, SandboxRefused, unknown_name
+from toolroll.sandbox.limited import LimitedSandbox, LimitedSandboxSettings, RunResult
 from toolroll.sandbox.protocol import Language
-from toolroll.schemas import ToolResponse
+from toolroll.schemas import ToolResponse, text_function_schema
 from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
-from toolroll.tools.interpreter import Interpreter, Server
+from toolroll.tools.interpreter import InterpreterSession
 from toolroll.tools.transcript import transcript
 
-MOST_CODE = 1_000_000
-"""Characters of a program. A sandbox refuses requests that are far longer, and the model must not bring that about."""
+MAX_CODE_CHARS = 1_000_000
+"""Maximum length of a program. It is below the sandbox's limit, so the model cannot cause the sandbox to reject it."""
 LANGUAGES = get_args(Language)
 
 
-class SandboxFusionSettings(ToolSettings, RunnerSettings):
-    """What stands under `config`. `num_workers`, `rate_limit` and the like are RunnerSettings."""
+class SandboxFusionSettings(ToolSettings, LimitedSandboxSettings):
+    """Settings under `config`. `LimitedSandboxSettings` has those that the reward functions share."""
 
     default_timeout: float = Field(default=30, gt=0, allow_inf_nan=False)
-    """Seconds for each program."""
-    default_language: Annotated[Language, BeforeValidator(language_of)] = "python"
+    """Time limit of a program, in seconds."""
+    default_language: Annotated[Language, BeforeValidator(canonical_language)] = "python"
+    """Language of programs, unless the schema lets the model choose it."""
     stateful: bool = False
     """Whether variables last from one call of a trajectory to the next. Python only."""
 
     @model_validator(mode="after")
-    def _only_python_remembers(self) -> SandboxFusionSettings:
+    def _require_python_if_stateful(self) -> SandboxFusionSettings:
         if self.stateful and self.default_language != "python":
-            raise ValueError(f"stateful needs default_language 'python', not {self.default_language!r}")
+            raise ValueError(f"stateful requires default_language 'python', got {self.default_language!r}")
         return self
 
 
-class SandboxFusionTool(BaseTool[Interpreter | None]):
-    """Runs the model's code in a sandbox.
+class SandboxFusionTool(BaseTool[InterpreterSession | None]):
+    """Runs the model's programs in a sandbox.
 
-    A schema of your own may have `language` and `timeout` beside `code`; then the model may choose them, the time up to
-    `default_timeout`. What the schema doesn't have is ignored.
+    A custom schema may have the parameters `language` and `timeout` in addition to `code`. The model can then choose
+    the language, and a time limit of at most `default_timeout`. Parameters that the schema does not have are ignored.
+
+    Args:
+        config: Settings, see `SandboxFusionSettings`. `sandbox_fusion_url` is required.
+        tool_schema: Schema of the tool. By default, a function `code_interpreter` with the parameter `code`.
+
+    Raises:
+        ConfigError: If a setting or the schema is invalid.
+
+    Example:
+        >>> tool = SandboxFusionTool({"sandbox_fusion_url": "http://127.0.0.1:8080", "stateful": True})
+        >>> tool.name
+        'code_interpreter'
     """
 
-    default_schema: ClassVar = {
-        "type": "function",
-        "function": {
-            "name": "code_interpreter",
-            "description": "A tool for executing code.",
-            "parameters": {
-                "type": "object",
-                "properties": {"code": {"type": "string", "description": "The code to execute."}},
-                "required": ["code"],
-            },
-        },
-    }
+    default_schema: ClassVar = text_function_schema(
+        "code_interpreter", "A tool for executing code.", code="The code to execute."
+    )
 
     def __init__(self, config: dict[str, Any] | None = None, tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
         self.settings = SandboxFusionSettings.read(self.config)
-        self._runner = CodeRunner(self.settings)
-        self._offered = set(self.tool_schema.function.parameters.properties or ())
-        self._server = Server()
+        self._sandbox = LimitedSandbox(self.settings)
+        self._schema_parameters = set(self.tool_schema.function.parameters.properties or ())
 
     @property
     def resource(self) -> str:
-        """What its limit is of, by the name that `toolroll limiter status` shows."""
-        return self._runner.resource
+        """Name of the limited resource, as `toolroll limiter status` shows it."""
+        return self._sandbox.resource
 
-    def new_state(self, **_: Any) -> Interpreter | None:
-        # Whatever else the data set's row has is for other tools.
-        return Interpreter(self._runner, self._server) if self.settings.stateful else None
+    def new_state(self, **_: Any) -> InterpreterSession | None:
+        """Return an interpreter session if the tool is stateful.
+
+        Args:
+            _: Columns of the dataset, which are ignored.
+        """
+        return InterpreterSession(self._sandbox) if self.settings.stateful else None
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], *, deadline: float | None = None, **kwargs: Any
     ) -> ToolResult:
-        """Run `code`. `deadline` is on the clock of `time.monotonic()`."""
-        interpreter = self.state(instance_id)
-        code, language, seconds = self._asked(parameters)
+        """Run a program.
+
+        Args:
+            instance_id: Id of the instance.
+            parameters: The `code`, and `language` and `timeout` if the schema has them.
+            deadline: Time by which the result must be available, on the clock of `time.monotonic()`.
+            **kwargs: Ignored.
+
+        Returns:
+            The output of the program, and metrics.
+
+        Raises:
+            PolicyFault: If the program is too long or its language is not available.
+            InfraFault: If the sandbox failed or no slot became free.
+        """
+        session = self.state(instance_id)
+        code, language, run_timeout = self._read_request(parameters)
         try:
-            if interpreter is not None:
-                ran = await interpreter.run(code, run_timeout=seconds, deadline=deadline)
+            if session is not None:
+                result = await session.run(code, run_timeout=run_timeout, deadline=deadline)
             else:
-                show = language == "python"
-                ran = await self._runner.run(code, language, run_timeout=seconds, show_value=show, deadline=deadline)
+                options: dict[str, Any] = {"run_timeout": run_timeout, "show_value": language == "python"}
+                result = await self._sandbox.run(code, language, **options, deadline=deadline)
         except SandboxRefused as error:
-            # Of all that a sandbox may refuse, a language that it hasn't is the one that the model can choose.
-            if language != self.settings.default_language and await self._runner.has(language) is False:
-                raise PolicyFault(f"This sandbox can't run {language}. Use another language.") from error
+            # The only rejection that the model can cause is that of a language that the sandbox does not have.
+            if language != self.settings.default_language and await self._sandbox.has(language) is False:
+                raise PolicyFault(f"The sandbox does not support {language}. Use another language.") from error
             raise
-        text = transcript(ran.execution, run_timeout=ran.run_timeout, memory_limit_mb=self.settings.memory_limit_mb)
-        return ToolResult(ToolResponse(text=text), None, _metrics(ran))
+        text = transcript(result.execution, result.run_timeout, self.settings.memory_limit_mb)
+        return ToolResult(ToolResponse(text=text), None, _metrics(result))
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        interpreter = self.instances.pop(instance_id, None)
-        if interpreter is not None:
-            await interpreter.end()
+        """Release an instance and end its interpreter session.
 
-    def _asked(self, parameters: dict[str, Any]) -> tuple[str, str, float]:
-        """The program, its language and its seconds. What the model asks for can't make the sandbox refuse it."""
-        code = unfence(str(parameters.get("code", "")))
-        if len(code) > MOST_CODE:
-            raise PolicyFault(f"The program has {len(code)} characters; {MOST_CODE} are the most.")
-        chosen = {name: value for name, value in parameters.items() if name in self._offered}
-        language = language_of(str(chosen.get("language", self.settings.default_language)))
+        Args:
+            instance_id: Id of the instance.
+            **kwargs: Ignored.
+        """
+        if session := self.instances.pop(instance_id, None):
+            await session.close()
+
+    def _read_request(self, parameters: dict[str, Any]) -> tuple[str, str, float]:
+        """Return the code, the language and the time limit of a call, such that the sandbox does not reject them."""
+        code = strip_code_fence(str(parameters.get("code", "")))
+        if len(code) > MAX_CODE_CHARS:
+            raise PolicyFault(f"The program is too long: {len(code)} characters. The maximum is {MAX_CODE_CHARS}.")
+        chosen = {name: value for name, value in parameters.items() if name in self._schema_parameters}
+        language = canonical_language(str(chosen.get("language", self.settings.default_language)))
         if language not in LANGUAGES:
-            raise PolicyFault(f"There is no language {language!r:.40}{did_you_mean(language, LANGUAGES)}.")
+            raise PolicyFault(unknown_name("language", language, LANGUAGES))
         if self.settings.stateful and language != "python":
-            raise PolicyFault("This interpreter is Python's.")
-        seconds = self.settings.default_timeout
-        asked = chosen.get("timeout")
-        if isinstance(asked, int | float) and 0 < asked < seconds:
-            seconds = float(asked)
-        return code, language, seconds
+            raise PolicyFault("This interpreter only supports Python.")
+        run_timeout = self.settings.default_timeout
+        requested = chosen.get("timeout")
+        if isinstance(requested, int | float) and 0 < requested < run_timeout:
+            run_timeout = float(requested)
+        return code, language, run_timeout
 
 
-def _metrics(ran: Ran) -> dict[str, Any]:
-    execution = ran.execution
+def _metrics(result: RunResult) -> dict[str, Any]:
+    execution = result.execution
     return {
         "outcome": str(execution.outcome),
         "exit_status": execution.return_code,
-        "queue_wait": ran.waited,
+        "queue_wait": result.waited,
         "sandbox_wait": execution.queue_time,
         "execution_time": execution.execution_time,
         "attempts": execution.attempts,

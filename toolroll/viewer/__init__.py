@@ -1,1 +1,1 @@
-"""Looking at what rollouts left on disk: `toolroll view`."""
+"""Terminal viewer for rollout dumps: `toolroll view`."""

@@ -1,4 +1,4 @@
-"""RolloutViewer: what `toolroll view` runs."""
+"""The Textual application behind `toolroll view`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from textual.constants import DEFAULT_THEME
 from textual.screen import Screen
 
 from toolroll.errors import ConfigError
-from toolroll.records.index import Shelf
-from toolroll.viewer.browse import BrowseScreen
-from toolroll.viewer.harmless import DEFAULT_MASK
+from toolroll.records.index import DumpDirectory
+from toolroll.viewer.documents.token_flow import TokenText
+from toolroll.viewer.formatting import DEFAULT_MASK
 from toolroll.viewer.palette import THEME
-from toolroll.viewer.token_text import TokenText
+from toolroll.viewer.screens.browse import BrowseScreen
+from toolroll.viewer.screens.dialogs import HelpScreen
+from toolroll.viewer.widgets.sample_pane import SamplePane
 
 
 class RolloutViewer(App[None]):
-    """Shows a directory of dumps.
+    """Terminal application that displays a directory of rollout dumps.
 
     Args:
-        directory: Where the dumps are: a `rollout_data_dir`, or one file of it.
-        tokenizer: Where the model's tokenizer is, for the texts of tokens.
-        mask_str: A regular expression; what it matches is shown as `*`.
-        follow: Begin with the newest sample, and go along with the run.
-        every: Seconds between two looks at the directory.
+        directory: A `rollout_data_dir`, or one of its files.
+        tokenizer: Path or name of the model's tokenizer, to show the text of tokens instead of their IDs.
+        mask_str: Regular expression. Text that matches it is displayed as `*`.
+        follow: Start with the newest sample and follow the run.
+        refresh_interval_s: Interval between two checks of the directory for changes, in seconds.
+
+    Raises:
+        ConfigError: If the directory does not exist or `mask_str` is not a valid regular expression.
     """
 
     TITLE = "toolroll"
@@ -39,24 +44,23 @@ class RolloutViewer(App[None]):
         tokenizer: str | None = None,
         mask_str: str = DEFAULT_MASK,
         follow: bool = False,
-        every: float = 1.0,
+        refresh_interval_s: float = 1.0,
     ) -> None:
         super().__init__()
         try:
             mask = re.compile(mask_str) if mask_str else None
         except re.error as error:
-            raise ConfigError(f"The mask {mask_str!r} is no regular expression: {error}.") from error
-        self._browse = BrowseScreen(
-            Shelf(directory),
-            tokenizer=TokenText(tokenizer) if tokenizer else None,
-            mask=mask,
-            follow=follow,
-            every=every,
-        )
+            raise ConfigError(f"Invalid regular expression for the mask: {mask_str!r}: {error}.") from error
+        pane = SamplePane(TokenText(tokenizer) if tokenizer else None, mask)
+        self._browse = BrowseScreen(DumpDirectory(directory), pane, follow, refresh_interval_s)
         self.register_theme(THEME)
-        if DEFAULT_THEME == "textual-dark":  # TEXTUAL_THEME names another one
+        if DEFAULT_THEME == "textual-dark":  # not overridden by TEXTUAL_THEME
             self.theme = THEME.name
 
     def get_default_screen(self) -> Screen[None]:
-        """The lists."""
+        """Return the browse screen."""
         return self._browse
+
+    def action_help(self) -> None:
+        """Show the help screen."""
+        self.push_screen(HelpScreen())

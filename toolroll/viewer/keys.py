@@ -1,84 +1,125 @@
-"""The keys: what each does, said once. The footer, the help and the bindings are all made from here.
+"""Key bindings of the browse screen, and the footer that shows keys.
 
-Those of verl's rollout viewer (f, n, p, N, P, j, k, g, G, s, tab, ←, →, enter, esc) do what they did there.
+The footer, the help screen and the bindings are all derived from one table. The keys of verl's rollout viewer (f, n, p,
+N, P, j, k, g, G, s, tab, ←, →, enter, esc) keep their meaning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from textual.binding import Binding
+from textual.geometry import Size
+from textual.strip import Strip
+from textual.widget import Widget
+
+from toolroll.viewer.palette import Piece, draw
 
 
-class Key(NamedTuple):
-    """One key, or a pair of them that do the opposite."""
+class KeyAction(NamedTuple):
+    """A key, or several keys with related actions."""
 
     shown: str
+    """The keys as displayed."""
     label: str
-    """A word for the footer."""
-    help: str
-    """A sentence for the help."""
-    actions: tuple[tuple[str, str], ...]
-    """From textual's name of a key to the action. The first is what a click on the footer does."""
+    """One word for the footer."""
+    actions: Mapping[str, str]
+    """Actions by Textual key name. A click on the footer runs the first one."""
+    help: str = ""
+    """One sentence for the help screen."""
 
 
-MOVING = (
-    Key("n p", "sample", "The next and the previous sample.", (("n", "next_sample"), ("p", "previous_sample"))),
-    Key("N P", "step", "The next and the previous step.", (("N", "next_step"), ("P", "previous_step"))),
-    Key("j k", "page", "A page down and up in the sample.", (("j", "page_down"), ("k", "page_up"))),
-    Key("g G", "ends", "The beginning and the end of the sample.", (("g", "page_home"), ("G", "page_end"))),
-    Key(
-        "tab ← →",
-        "pane",
-        "From pane to pane: steps, samples, the sample. In each, ↑ ↓ PgUp PgDn Home End move.",
-        (("tab", "next_pane"), ("right", "next_pane"), ("shift+tab", "previous_pane"), ("left", "previous_pane")),
+HELP_KEY = KeyAction("?", "help", {"question_mark": "app.help"}, "Show this help.")
+QUIT_KEY = KeyAction("q", "quit", {"q": "app.quit"}, "Quit.")
+
+KEY_GROUPS: Mapping[str, tuple[KeyAction, ...]] = {
+    "Navigate": (
+        KeyAction("n p", "sample", {"n": "move_sample(1)", "p": "move_sample(-1)"}, "Next or previous sample."),
+        KeyAction("N P", "step", {"N": "move_step(1)", "P": "move_step(-1)"}, "Next or previous step."),
+        KeyAction(
+            "j k", "page", {"j": "scroll('page_down')", "k": "scroll('page_up')"}, "Scroll the sample by a page."
+        ),
+        KeyAction("g G", "ends", {"g": "scroll('home')", "G": "scroll('end')"}, "Start or end of the sample."),
+        KeyAction(
+            "tab ← →",
+            "pane",
+            {"tab": "move_pane(1)", "right": "move_pane(1)", "shift+tab": "move_pane(-1)", "left": "move_pane(-1)"},
+            "Switch between steps, samples and the sample. ↑ ↓ PgUp PgDn Home End move within a pane.",
+        ),
+        KeyAction("enter", "open", {"enter": "open"}, "Open the sample; in a sample, go to the next match."),
+        KeyAction("esc", "back", {"escape": "back"}, "Close the input line, the search, the view or the sample."),
     ),
-    Key("enter", "open", "Open the sample; in a sample, go to the next match.", (("enter", "open"),)),
-    Key("esc", "back", "Close what is open: a prompt, a search, a view, the sample.", (("escape", "back"),)),
-)
-FINDING = (
-    Key("f", "find", "Find a text in every sample of every step.", (("f", "find"),)),
-    Key(
-        ". ,",
-        "match",
-        "The next and the previous match, in whichever sample it is.",
-        (("full_stop", "next_match"), ("comma", "previous_match")),
+    "Search and filter": (
+        KeyAction("f", "find", {"f": "find"}, "Find text in all samples of all steps."),
+        KeyAction(". ,", "match", {"full_stop": "move_match(1)", "comma": "move_match(-1)"}, "Next or previous match."),
+        KeyAction("/", "filter", {"slash": "filter"}, "List only samples that match an expression, e.g. score < 1."),
+        KeyAction("o O", "sort", {"o": "sort", "O": "reverse_order"}, "Sort by the next column; reverse the order."),
+        KeyAction("a", "all", {"a": "all_steps"}, "List the samples of all steps, or of one."),
+        KeyAction("i", "id", {"i": "request_id"}, "Go to the sample with a given request ID."),
     ),
-    Key("/", "filter", "List only samples for which an expression holds, e.g. score < 1.", (("slash", "filter"),)),
-    Key(
-        "o O",
-        "sort",
-        "Sort by the next column; the other way around. Numbers as numbers, what is unknown last.",
-        (("o", "sort"), ("O", "turn_order")),
+    "View": (
+        KeyAction("s", "view", {"s": "cycle_display"}, "Show the sample as a conversation, plain text or a table."),
+        KeyAction("d", "fields", {"d": "fields"}, "Choose the fields shown as plain text and table."),
+        KeyAction("z", "fold", {"z": "fold"}, "Unfold or fold thinking and long texts. Click a title to toggle one."),
+        KeyAction("t", "tokens", {"t": "tokens"}, "Show tokens by mask and log-probability: as text, or one per line."),
+        KeyAction("r", "reward", {"r": "rewards"}, "Show rewards and timings."),
+        KeyAction("c", "compare", {"c": "compare"}, "Compare with another sample of the same group, side by side."),
+        KeyAction("l", "plot", {"l": "plots"}, "Plot scores, turns, calls, faults, tokens and finish reasons by step."),
     ),
-    Key("a", "all", "List the samples of all steps, or of one.", (("a", "all_steps"),)),
-    Key("i", "id", "Go to the sample of a request id.", (("i", "request_id"),)),
-)
-LOOKING = (
-    Key("s", "view", "Show the sample as a conversation, as plain text, as a table.", (("s", "switch_display"),)),
-    Key("d", "fields", "Choose the fields that plain text and table show.", (("d", "fields"),)),
-    Key("z", "fold", "Unfold thinking and long texts, or fold them again. A click does it for one.", (("z", "fold"),)),
-    Key(
-        "t",
-        "tokens",
-        "Show the tokens by mask and log-probability: as text, then one per line.",
-        (("t", "tokens"),),
+    "Other": (
+        KeyAction("F", "follow", {"F": "follow"}, "Follow a run in progress: always show the newest sample."),
+        KeyAction("y", "copy", {"y": "copy"}, "Copy the sample to the clipboard as Markdown."),
+        KeyAction("e", "save", {"e": "export"}, "Save the sample as a Markdown file in the current directory."),
+        HELP_KEY,
+        QUIT_KEY,
     ),
-    Key("r", "reward", "Show what it earned and what it took.", (("r", "rewards"),)),
-    Key("c", "compare", "Compare with another sample of the same group, side by side.", (("c", "compare"),)),
-    Key("l", "plot", "Plot scores, turns, calls, faults, tokens and ends by step.", (("l", "plots"),)),
-)
-REST = (
-    Key("F", "follow", "Go along with a run that is writing: always the newest sample.", (("F", "follow"),)),
-    Key("y", "copy", "Copy the sample to the clipboard as Markdown.", (("y", "copy"),)),
-    Key("e", "save", "Write the sample to a Markdown file in the present directory.", (("e", "export"),)),
-    Key("?", "help", "This help.", (("question_mark", "help"),)),
-    Key("q", "quit", "Leave.", (("q", "app.quit"),)),
-)
-GROUPS = (("moving", MOVING), ("finding", FINDING), ("looking", LOOKING), ("and", REST))
-KEYS = (*MOVING, *FINDING, *LOOKING, *REST)
+}
+BROWSE_KEYS = tuple(key for keys in KEY_GROUPS.values() for key in keys)
 
 
-def bindings(keys: tuple[Key, ...]) -> list[Binding]:
-    """Textual's bindings of some keys."""
-    return [Binding(name, action, key.label, show=False) for key in keys for name, action in key.actions]
+def bindings(keys: Iterable[KeyAction]) -> list[Binding]:
+    """Return Textual bindings for keys, hidden from Textual's own footer."""
+    return [Binding(name, action, key.label, show=False) for key in keys for name, action in key.actions.items()]
+
+
+KEY_GAP_CELLS = 2
+
+
+def key_lines(keys: Sequence[KeyAction], width: int) -> list[list[KeyAction]]:
+    """Distribute keys over lines of a width."""
+    lines: list[list[KeyAction]] = []
+    free = 0
+    for key in keys:
+        needed = cell_len(key.shown) + 1 + cell_len(key.label)
+        if not lines or needed > free:
+            lines.append([])
+            free = width - 1
+        lines[-1].append(key)
+        free -= needed + KEY_GAP_CELLS
+    return lines
+
+
+class KeyBar(Widget):
+    """Footer of as many lines as the keys need."""
+
+    DEFAULT_CSS = "KeyBar { height: auto; background: $panel; }"
+
+    def __init__(self, keys: Sequence[KeyAction]) -> None:
+        super().__init__()
+        self._keys = keys
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Return the number of lines that the keys need."""
+        return len(key_lines(self._keys, width))
+
+    def render_line(self, y: int) -> Strip:
+        """Return one line of keys."""
+        lines = key_lines(self._keys, self.size.width)
+        pieces: list[Piece] = [(" ", "")]
+        for key in lines[y] if y < len(lines) else ():
+            action = next(iter(key.actions.values()))
+            action = action if action.startswith("app.") else f"screen.{action}"
+            pieces += [(key.shown, "key", action), (f" {key.label}", "dim", action), (" " * KEY_GAP_CELLS, "")]
+        return draw(self, pieces)

@@ -1,12 +1,20 @@
-"""The palette: what the names of styles look like in a theme."""
+"""Named styles of the viewer, derived from the colours of a Textual theme."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
+from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
+from textual.strip import Strip
 from textual.theme import Theme
+from textual.widget import Widget
+
+Piece = tuple[str, str] | tuple[str, str, str]
+"""A text, the name of its style and, if it can be clicked, the action."""
 
 THEME = Theme(
     name="toolroll",
@@ -22,25 +30,50 @@ THEME = Theme(
     panel="#262a33",
     dark=True,
 )
+_THEME_COLORS = ("background", "error", "foreground", "panel", "primary", "secondary", "success", "warning")
 
 
-class Palette(dict[str, Style]):
-    """From a style's name to the style. A name that it doesn't know has none."""
-
-    def __missing__(self, name: str) -> Style:
-        return Style.null()
+Palette = defaultdict[str, Style]
+"""Styles by name. An unknown name has the null style."""
 
 
 def palette(variables: Mapping[str, str]) -> Palette:
-    """The palette of a theme, from textual's variables for it."""
-    is_ansi = Color.parse(variables["background"]).ansi is not None
+    """Return the styles for a theme.
+
+    Args:
+        variables: Textual's variables of the theme (`App.theme_variables`).
+    """
+    return _palette(tuple((name, variables[name]) for name in _THEME_COLORS))
+
+
+def draw(widget: Widget, pieces: Iterable[Piece], *, width: int | None = None, base: str = "") -> Strip:
+    """Return pieces as one line of a widget.
+
+    Args:
+        widget: Widget that is being rendered.
+        pieces: The line, from left to right. It is cropped or padded to the width.
+        width: Width in cells; by default that of the widget.
+        base: Name of a style for the whole line, on which the styles of the pieces take precedence.
+    """
+    styles, width = palette(widget.app.theme_variables), widget.size.width if width is None else width
+    segments = [
+        Segment(text, styles[name] + Style.from_meta({"@click": action[0]}) if action else styles[name])
+        for text, name, *action in pieces
+    ]
+    return Strip(segments).adjust_cell_length(width).apply_style(styles[base]).apply_style(widget.rich_style)
+
+
+@lru_cache(maxsize=8)
+def _palette(theme_colors: tuple[tuple[str, str], ...]) -> Palette:
+    colors = {name: Color.parse(value) for name, value in theme_colors}
+    background = colors["background"]
+    is_ansi = background.ansi is not None
 
     def color(name: str, blend: float = 0.0) -> str:
-        """A colour of the theme, a part of the way to the background."""
-        made = Color.parse(variables[name])
-        if made.ansi is not None or is_ansi:  # the terminal's own colours can't be mixed
-            return made.rich_color.name
-        return made.blend(Color.parse(variables["background"]), blend).rich_color.name
+        """Return a colour of the theme, blended with the background. ANSI colours cannot be blended."""
+        if is_ansi or colors[name].ansi is not None:
+            return colors[name].rich_color.name
+        return colors[name].blend(background, blend).rich_color.name
 
     def style(name: str, blend: float = 0.0, *, on: str | None = None, fade: float = 0.0, **more: bool) -> Style:
         if is_ansi and on is not None:
@@ -48,6 +81,7 @@ def palette(variables: Mapping[str, str]) -> Palette:
         return Style(color=color(name, blend), bgcolor=color(on, fade) if on else None, **more)  # type: ignore[arg-type]
 
     return Palette(
+        Style.null,
         {
             "dim": style("foreground", 0.55),
             "good": style("success"),
@@ -61,20 +95,20 @@ def palette(variables: Mapping[str, str]) -> Palette:
             "key": style("primary", bold=True),
             "match": style("background", on="warning"),
             "match.current": style("background", on="error", bold=True),
-            # Blocks of a document, by kind
+            # Blocks of a document, by BlockKind
             "system": style("foreground", 0.45, bold=True),
             "user": style("secondary", bold=True),
             "assistant": style("success", bold=True),
             "thinking": style("foreground", 0.45, italic=True),
             "call": style("primary", bold=True),
-            "answer": style("secondary", bold=True),
+            "result": style("secondary", bold=True),
             "fault": style("error", bold=True),
             "field": style("primary", 0.2),
             "note": style("foreground", 0.35, italic=True),
             "text.system": style("foreground", 0.35),
             "text.thinking": style("foreground", 0.4, italic=True),
             "rule": style("foreground", 0.75),
-            # Programs
+            # Source code
             "comment": style("foreground", 0.5, italic=True),
             "keyword": style("primary"),
             "string": style("success", 0.1),
@@ -94,5 +128,5 @@ def palette(variables: Mapping[str, str]) -> Palette:
             "token.p10": style("foreground", on="warning", fade=0.6),
             "token.p01": style("background", on="warning", fade=0.1),
             "token.p00": style("background", on="error", bold=True),
-        }
+        },
     )

@@ -1,8 +1,8 @@
-"""The viewer in a browser: a server on this machine's loopback, and a viewer of its own for each page that is open.
+"""Serve the viewer to a browser: an HTTP server on the loopback interface that starts one viewer per open page.
 
-Nobody else gets in. Other machines can't reach the loopback; other users of this machine can, and so can pages of other
-sites in the user's own browser, so a request must have the key that was told with the address, and must come from a
-page of ours.
+Other machines cannot reach the loopback interface. Other users of this machine can, and so can pages of other sites in
+the user's browser. Every request must therefore carry the secret key that is part of the printed URL, and must come
+from the viewer's own page.
 """
 
 from __future__ import annotations
@@ -15,81 +15,80 @@ from toolroll.errors import ConfigError, MissingExtra
 
 try:
     from aiohttp import web
-    from aiohttp.typedefs import Handler, Middleware
+    from aiohttp.typedefs import Handler
     from textual_serve.server import Server
 except ImportError as error:
     raise MissingExtra("textual-serve", "viewer") from error
 
-HOST = "127.0.0.1"
-COOKIE = "toolroll_view"
-KEY = "key"
-POLICY = (
+WEB_HOST = "127.0.0.1"
+KEY_COOKIE = "toolroll_view"
+KEY_PARAMETER = "key"
+CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; connect-src 'self' ws:"
 )
-"""What the page may load: nothing from elsewhere, so that nobody learns that it was opened."""
+"""Forbids the page to load anything from other hosts."""
 
 
 class WebViewer(Server):
-    """Serves a command that runs the viewer.
+    """HTTP server that runs a viewer command for each open page.
 
     Args:
-        command: What is run for each page.
-        port: Where to listen, on the loopback.
-        tell: Is told the address when it can be opened.
+        command: Command that runs the viewer.
+        port: Port to listen on.
+        on_ready: Called with the URL once the server accepts connections.
     """
 
-    def __init__(self, command: Sequence[str], port: int, tell: Callable[[str], None]) -> None:
-        super().__init__(shlex.join(command), host=HOST, port=port, title="toolroll view")
+    def __init__(self, command: Sequence[str], port: int, on_ready: Callable[[str], None]) -> None:
+        super().__init__(shlex.join(command), host=WEB_HOST, port=port, title="toolroll view")
         self.key = secrets.token_urlsafe(24)
-        self._tell = tell
+        self._on_ready = on_ready
 
     @property
-    def address(self) -> str:
-        """What to open in the browser."""
-        return f"http://{HOST}:{self.port}/?{KEY}={self.key}"
+    def url(self) -> str:
+        """URL to open in the browser, including the key."""
+        return f"http://{WEB_HOST}:{self.port}/?{KEY_PARAMETER}={self.key}"
 
     def run(self) -> None:
-        """Serve until interrupted."""
+        """Serve until interrupted.
+
+        Raises:
+            ConfigError: If the port cannot be used.
+        """
+
+        def ready(*_: object) -> None:  # aiohttp prints once it accepts connections
+            self._on_ready(self.url)
+
         try:
             web.run_app(
-                self._make_app(),
-                host=HOST,
-                port=self.port,
-                shutdown_timeout=1,
-                access_log=None,
-                print=lambda *_: self._tell(self.address),  # called when it listens
+                self._make_app(), host=WEB_HOST, port=self.port, shutdown_timeout=1, access_log=None, print=ready
             )
         except OSError as error:
-            raise ConfigError(
-                f"Port {self.port} can't be used ({error.strerror}): name another with --port."
-            ) from error
+            problem = f"Cannot listen on port {self.port}: {error.strerror}. Choose another port with --port."
+            raise ConfigError(problem) from error
 
     async def on_startup(self, app: web.Application) -> None:
-        """Say nothing yet."""
+        """Replace the banner of the base class by nothing; `on_ready` reports the URL."""
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
-        app.middlewares.append(self._guard())
+        app.middlewares.append(self._authorize)
         return app
 
-    def _guard(self) -> Middleware:
-        ours = f"{HOST}:{self.port}"
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.host == f"localhost:{self.port}" and request.method == "GET" and request.path == "/":
-                raise web.HTTPFound(f"http://{ours}{request.path_qs}")
-            given = request.query.get(KEY, request.cookies.get(COOKIE, ""))
-            if request.host != ours or request.headers.get("Origin", f"http://{ours}") != f"http://{ours}":
-                raise web.HTTPForbidden(text="This page is not for you.")
-            if not secrets.compare_digest(given.encode(), self.key.encode()):
-                raise web.HTTPForbidden(text="Open the address that toolroll view --web printed, with its key.")
-            response = await handler(request)
-            if not response.prepared:
-                response.set_cookie(COOKIE, self.key, httponly=True, samesite="Strict")
-                response.headers["Content-Security-Policy"] = POLICY
-                response.headers["Referrer-Policy"] = "no-referrer"
-            return response
-
-        return guard
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = f"{WEB_HOST}:{self.port}"
+        origin = f"http://{host}"
+        if request.host == f"localhost:{self.port}" and request.method == "GET" and request.path == "/":
+            raise web.HTTPFound(origin + request.path_qs)
+        if request.host != host or request.headers.get("Origin", origin) != origin:
+            raise web.HTTPForbidden(text="Forbidden: requests from other sites are not accepted.")
+        given = request.query.get(KEY_PARAMETER, request.cookies.get(KEY_COOKIE, ""))
+        if not secrets.compare_digest(given.encode(), self.key.encode()):
+            raise web.HTTPForbidden(text="Missing or wrong key. Open the full URL printed by `toolroll view --web`.")
+        response = await handler(request)
+        if not response.prepared:
+            response.set_cookie(KEY_COOKIE, self.key, httponly=True, samesite="Strict")
+            response.headers["Content-Security-Policy"] = CONTENT_SECURITY_POLICY
+            response.headers["Referrer-Policy"] = "no-referrer"
+        return response

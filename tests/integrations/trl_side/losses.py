@@ -1,7 +1,7 @@
-"""What TRL's own trainer learns from a batch, with and without a sample that the infrastructure damaged.
+"""Compare the update of TRL's trainer with and without a sample that has an infra fault.
 
-Run in TRL's environment: `python losses.py RESULT`. Each case is one step of plain gradient descent by a small model;
-what it learnt is the difference of its weights.
+Runs in TRL's environment: `python losses.py RESULT`. Each case is one step of gradient descent of a small model. The
+update is the difference of its weights.
 """
 
 import json
@@ -20,34 +20,34 @@ from toolroll import InfraFault, Trajectory, tool
 from toolroll.integrations.trl import rollout_func, scored, trajectory_reward
 from toolroll.rollout.engines.scripted import ScriptedEngine
 
-SAID = ["It is one.", "Two, I think.", "Three it is, or four."]
-WORTH = {"It is one.": 1.0, "Two, I think.": 0.25, "Three it is, or four.": 0.0}
+ANSWERS = ["It is one.", "Two, I think.", "Three it is, or four."]
+REWARDS = {"It is one.": 1.0, "Two, I think.": 0.25, "Three it is, or four.": 0.0}
 CALL = '<tool_call>\n{"name": "broken", "arguments": {}}\n</tool_call>'
 PROMPT = [{"role": "user", "content": "Which number is it?"}]
 
 
 @tool
 def broken() -> str:
-    """Break."""
+    """Raise an infra fault."""
     raise InfraFault("the service is down")
 
 
-def worth(trajectory: Trajectory) -> float:
-    return WORTH.get(str(trajectory.messages[-1].content), 0.0)
+def answer_reward(trajectory: Trajectory) -> float:
+    return REWARDS.get(str(trajectory.messages[-1].content), 0.0)
 
 
 @scored
-def long_winded(completions: Any, **_: Any) -> list[float]:
-    """A user's own, which knows nothing of damaged samples."""
+def length_reward(completions: Any, **_: Any) -> list[float]:
+    """Reward function of a user, which does not handle excluded samples."""
     return [len(one[0]["content"]) / 50 for one in completions]
 
 
-class Speaker(ScriptedEngine):
-    """Each trajectory says something else, in order."""
+class AnswersEngine(ScriptedEngine):
+    """Engine that returns the next answer for each trajectory."""
 
-    def __init__(self, tokenizer: Any, said: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, answers: Sequence[str]) -> None:
         self.order: dict[str, int] = {}
-        self.ids = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in said]
+        self.ids = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in answers]
         super().__init__(lambda name, prompt, turn: [])
 
     async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any, **more: Any) -> Any:
@@ -56,8 +56,8 @@ class Speaker(ScriptedEngine):
         return await super().generate(request_id, prompt_ids, sampling_params, **more)
 
 
-def learnt(tokenizer: Any, said: Sequence[str], functions: Any, loss_type: str, **settings: Any) -> Any:
-    """The change of the weights by one step, and what TRL logged of it."""
+def weight_update(tokenizer: Any, answers: Sequence[str], functions: Any, loss_type: str, **settings: Any) -> Any:
+    """Return the change of the weights by one step, and TRL's log of it."""
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **small))
@@ -65,8 +65,8 @@ def learnt(tokenizer: Any, said: Sequence[str], functions: Any, loss_type: str, 
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         max_steps=1,
-        per_device_train_batch_size=len(said),
-        num_generations=len(said),
+        per_device_train_batch_size=len(answers),
+        num_generations=len(answers),
         loss_type=loss_type,
         optim="sgd",
         learning_rate=1.0,
@@ -87,9 +87,9 @@ def learnt(tokenizer: Any, said: Sequence[str], functions: Any, loss_type: str, 
         train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 4),
         reward_funcs=functions,
         rollout_func=rollout_func(
-            engine=Speaker(tokenizer, said),
+            engine=AnswersEngine(tokenizer, answers),
             tools=[broken],
-            rewards=worth,
+            rewards=answer_reward,
             limits={"max_assistant_turns": 2},
             model_format="chatml",
         ),
@@ -101,31 +101,31 @@ def learnt(tokenizer: Any, said: Sequence[str], functions: Any, loss_type: str, 
 
 def main(result: str) -> None:
     tokenizer = small_tokenizer.make(chat_template=small_tokenizer.CHATML_TEMPLATE)
-    unmarked = lambda *, toolroll, **_: [fields["reward"] or 0.0 for fields in toolroll]  # noqa: E731
-    unmarked.__name__ = "zero_for_the_damaged"
-    seen = {}
+    zero_if_excluded = lambda *, toolroll, **_: [fields["reward"] or 0.0 for fields in toolroll]  # noqa: E731
+    zero_if_excluded.__name__ = "zero_if_excluded"
+    results = {}
     for name, loss_type, functions, settings in [
         ("dapo", "dapo", trajectory_reward, {}),
         ("bnpo", "bnpo", trajectory_reward, {}),
         ("cispo", "cispo", trajectory_reward, {}),
         ("vespo", "vespo", trajectory_reward, {}),
         ("by batch", "dapo", trajectory_reward, {"scale_rewards": "batch"}),
-        ("two functions", "dapo", [trajectory_reward, long_winded], {}),
+        ("two functions", "dapo", [trajectory_reward, length_reward], {}),
         *((name, name, trajectory_reward, {}) for name in ("grpo", "dr_grpo", "sapo", "luspo")),
-        ("zero in place of None", "dapo", unmarked, {}),
+        ("zero in place of None", "dapo", zero_if_excluded, {}),
     ]:
-        without, log = learnt(tokenizer, SAID, functions, loss_type, **settings)
-        damaged, log_damaged = learnt(tokenizer, [*SAID, CALL], functions, loss_type, **settings)
-        along = (damaged @ without / (without @ without)).item()
-        seen[name] = {
-            "learnt": without.norm().item(),
-            "times": along,
-            "apart": (damaged - along * without).norm().item(),
-            "reward": [log["reward"], log_damaged["reward"]],
-            "left_out": log_damaged.get("toolroll/left_out"),
+        without, log = weight_update(tokenizer, ANSWERS, functions, loss_type, **settings)
+        with_fault, log_with_fault = weight_update(tokenizer, [*ANSWERS, CALL], functions, loss_type, **settings)
+        ratio = (with_fault @ without / (without @ without)).item()
+        results[name] = {
+            "update": without.norm().item(),
+            "ratio": ratio,
+            "deviation": (with_fault - ratio * without).norm().item(),
+            "reward": [log["reward"], log_with_fault["reward"]],
+            "left_out": log_with_fault.get("toolroll/left_out"),
         }
     with open(result, "w") as file:
-        json.dump(seen, file)
+        json.dump(results, file)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What needs none of verl's workers: registries, settings, refusals."""
+"""Scenarios without verl's workers: registries, settings, rejected configurations."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from toolroll import ConfigError, ToolInstance
-from toolroll.integrations.verl.toolbox import tools_of
+from toolroll.integrations.verl.toolbox import convert_tools
 
 NESTED = {
     "type": "function",
@@ -46,7 +46,7 @@ def play(scene: Scene) -> dict[str, Any]:
 
 
 def composed(overrides: list[str], *, whole: bool = False) -> dict[str, Any]:
-    """What verl's own config has for each of these keys. One that is `whole` verl looks over as well."""
+    """Return the values of these keys in verl's config. A `whole` config is also validated by verl."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=overrides)
     if whole:
@@ -59,7 +59,7 @@ def composed(overrides: list[str], *, whole: bool = False) -> dict[str, Any]:
 
 
 def unknown(keys: list[str]) -> list[str]:
-    """Which of these verl's own config doesn't have, whatever it has for them."""
+    """Return the keys that verl's config does not have."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer")
     parts = [key.rpartition(".") for key in keys]
@@ -67,8 +67,8 @@ def unknown(keys: list[str]) -> list[str]:
 
 
 def loaded(scene: Scene, title: str, body: str) -> list[str]:
-    """What verl makes of a file on the page: tools, or agent loops."""
-    path = scene.folder / title
+    """Return the tools or agent loops that verl loads from a file of the page."""
+    path = scene.directory / title
     path.write_text(body)
     if title.startswith("tools"):
         return [tool.name for tool in initialize_tools_from_config(str(path))]
@@ -76,7 +76,7 @@ def loaded(scene: Scene, title: str, body: str) -> list[str]:
 
 
 def agent_loop(scene: Scene, overrides: list[str], entry: Any) -> Any:
-    """An agent loop as verl's workers make it, without tools."""
+    """Return an agent loop as verl's workers create it, without tools."""
     no_tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=null"
     config = scene.config(scene.spec["sandbox"], no_tools, *overrides)
     return instantiate(
@@ -92,7 +92,7 @@ def agent_loop(scene: Scene, overrides: list[str], entry: Any) -> Any:
 
 
 def registry(scene: Scene) -> dict[str, Any]:
-    """verl's own registry, with our tools."""
+    """Load toolroll's tools with verl's registry."""
     path = scene.config(scene.spec["sandbox"]).actor_rollout_ref.rollout.multi_turn.tool_config_path
     tools = initialize_tools_from_config(path)
     written = [entry.get("tool_schema") for entry in yaml.safe_load(Path(path).read_text())["tools"]]
@@ -101,7 +101,7 @@ def registry(scene: Scene) -> dict[str, Any]:
 
 
 def refused(scene: Scene) -> dict[str, str]:
-    """What is wrong is said before anything runs."""
+    """Return the errors of invalid configurations."""
     cases = {
         "grpo": (["algorithm.adv_estimator=grpo"], {}),
         "remax": (["algorithm.adv_estimator=remax"], {}),
@@ -109,23 +109,23 @@ def refused(scene: Scene) -> dict[str, str]:
         "limit": ([], {"limits": {"call_timeout": 30, "turn_timeout": 10}}),
         "format": ([], {"model_format": "klingon"}),
     }
-    said = {}
+    messages = {}
     for name, (overrides, settings) in cases.items():
         try:
             loop = agent_loop(scene, overrides, {"name": "toolroll", "_target_": TARGET, **settings})
             asyncio.run(loop.run({}, raw_prompt=[{"role": "user", "content": "?"}]))
         except (ConfigError, InstantiationException) as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 async def foreign(scene: Scene) -> dict[str, Any]:
-    """Tools that were written for verl, as our loop runs them."""
-    path = scene.folder / "foreign.yaml"
+    """Call tools written for verl through toolroll."""
+    path = scene.directory / "foreign.yaml"
     entry = {"class_name": "foreign.Diary", "config": {"type": "native"}, "tool_schema": NESTED}
     path.write_text(yaml.safe_dump({"tools": [entry]}))
     loaded = load_all_tools(str(path), str(Path(__file__).with_name("foreign_functions.py")))
-    diary, add = tools_of(loaded, str(path))
+    diary, add = convert_tools(loaded, str(path))
     async with ToolInstance(diary, create_kwargs={"owner": "Ada"}) as instance:
         first = await instance.execute({"entry": ["up"]})
         second = await instance.execute({"entry": ["down"]}, deadline=1.0)
@@ -140,7 +140,7 @@ async def foreign(scene: Scene) -> dict[str, Any]:
     return {
         "schema": diary.tool_schema.model_dump(),
         "verls": loaded[0].tool_schema.model_dump(exclude_none=True),
-        "said": [first.response.text, second.response.text, total.response.text],
+        "texts": [first.response.text, second.response.text, total.response.text],
         "step": second.reward,
         "wrong": wrong,
         "reward": reward,

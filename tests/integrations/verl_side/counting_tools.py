@@ -1,4 +1,4 @@
-"""The tools of the example, which count the lives of their instances."""
+"""The tools of the example, which count created, rewarded and released instances."""
 
 from collections import Counter
 from typing import Any
@@ -13,10 +13,10 @@ alive: set[str] = set()
 
 class _Counted:
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        made = await super().create(instance_id, **kwargs)  # type: ignore[misc]
+        created = await super().create(instance_id, **kwargs)  # type: ignore[misc]
         seen["created"] += 1
-        alive.add(made[0])
-        return made
+        alive.add(created[0])
+        return created
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         rewarded[instance_id] += 1
@@ -33,7 +33,7 @@ class CountedInterpreter(_Counted, SandboxFusionTool):
 
 
 class CountedGsm8k(_Counted, Gsm8kTool):
-    """The check of answers, which asks itself for the reward at each call."""
+    """The GSM8K tool, which calls calc_reward itself in each call."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         result = await super().execute(instance_id, parameters, **kwargs)
@@ -43,22 +43,22 @@ class CountedGsm8k(_Counted, Gsm8kTool):
 
 @tool
 def shout(text: str, times: int = 1) -> str:
-    """Say something loudly.
+    """Convert text to upper case.
 
     Args:
-        text: What.
-        times: How often.
+        text: The text.
+        times: Number of repetitions.
     """
     return " ".join([text.upper()] * times)
 
 
-def told(worker: Any = None) -> dict[str, Any]:
-    """What this process's tools have seen."""
+def counts(worker: Any = None) -> dict[str, Any]:
+    """Return the counts of this process."""
     once = sum(times == 1 for times in rewarded.values())
     return {**seen, "alive": len(alive), "rewarded_once": once, "rewarded_more": sum(n > 1 for n in rewarded.values())}
 
 
 def reset(worker: Any = None) -> None:
-    """Count anew."""
+    """Reset the counts."""
     for counted in (seen, rewarded, alive):
         counted.clear()

@@ -1,4 +1,4 @@
-"""Tools that were written for verl."""
+"""A tool written for verl."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from verl.tools.schemas import ToolResponse
 
 
 class Diary(BaseTool):
-    """Remembers what it is told, from one call to the next."""
+    """Keeps entries from one call to the next."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)

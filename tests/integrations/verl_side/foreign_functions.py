@@ -1,4 +1,4 @@
-"""A function that was written for verl."""
+"""A function tool written for verl."""
 
 from verl.tools.function_tool import function_tool
 
@@ -8,7 +8,7 @@ def add(a: int, b: int) -> str:
     """Add two numbers.
 
     Args:
-        a: The first.
-        b: The second.
+        a: The first number.
+        b: The second number.
     """
     return str(a + b)

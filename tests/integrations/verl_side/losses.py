@@ -1,4 +1,4 @@
-"""What a damaged sample adds, by verl's own functions: the same advantages, losses and gradients as without it."""
+"""Compare advantages, losses and gradients with and without excluded samples, with verl's functions."""
 
 import copy
 from typing import Any
@@ -11,29 +11,29 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.utils.config import omega_conf_to_dataclass
 
-from toolroll.integrations.verl.advantage import PREFIX, WRAPPED
+from toolroll.integrations.verl.advantage import PREFIX, WRAPPED_ESTIMATORS
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def compare(asked: DataProto, given: DataProto, config: DictConfig) -> dict[str, Any]:
-    """Over a batch with damaged samples, and over the same without them."""
+    """Compare a batch with excluded samples with the same batch without them."""
     data = DataProto.from_dict(
         {"response_mask": given.batch["response_mask"], "token_level_rewards": given.batch["rm_scores"]},
         {"uid": asked.non_tensor_batch["uid"]},
     )
     kept = (data.batch["response_mask"].sum(-1) > 0).numpy()
     rest = data.select_idxs(kept)
-    difference = {name: _advantages(data, rest, kept, PREFIX + name, name, config) for name in WRAPPED}
+    difference = {name: _advantages(data, rest, kept, PREFIX + name, name, config) for name in WRAPPED_ESTIMATORS}
     plain = _advantages(data, rest, kept, "grpo", "grpo", config)
     by_gae = _by_gae(data, rest, kept, config)
     advantages = _advantage(data, PREFIX + "grpo", config).batch["advantages"]
     return {
         "kept": int(kept.sum()),
         "advantages": difference,
-        "of_verls_own": plain,
+        "of_plain_grpo": plain,
         "by_gae": by_gae,
-        "of_the_damaged": float(advantages[~torch.tensor(kept)].abs().max()),
+        "of_excluded": float(advantages[~torch.tensor(kept)].abs().max()),
         "spread": float(advantages.abs().max()),
         "losses": {mode: _losses(data, kept, advantages, mode, config) for mode in MODES},
     }
@@ -46,9 +46,9 @@ def _advantage(data: DataProto, name: str, config: DictConfig) -> DataProto:
 def _advantages(
     data: DataProto, rest: DataProto, kept: np.ndarray, name: str, without: str, config: DictConfig
 ) -> float:
-    """The greatest difference that the damaged samples make to the others' advantages and returns."""
-    made, meant = _advantage(data, name, config), _advantage(rest, without, config)
-    return max(float((made.batch[of][kept] - meant.batch[of]).abs().max()) for of in ("advantages", "returns"))
+    """Return the maximum difference that excluded samples make to the advantages and returns of the others."""
+    actual, expected = _advantage(data, name, config), _advantage(rest, without, config)
+    return max(float((actual.batch[of][kept] - expected.batch[of]).abs().max()) for of in ("advantages", "returns"))
 
 
 def _by_gae(data: DataProto, rest: DataProto, kept: np.ndarray, config: DictConfig) -> float:
@@ -56,12 +56,12 @@ def _by_gae(data: DataProto, rest: DataProto, kept: np.ndarray, config: DictConf
     data.batch["values"] = torch.rand(data.batch["response_mask"].shape, generator=torch.manual_seed(1))
     rest = data.select_idxs(kept)
     mask = rest.batch["response_mask"]
-    made, meant = (_advantage(one, "gae", config).batch["advantages"] for one in (data, rest))
-    return float(((made[kept] - meant) * mask).abs().max())
+    actual, expected = (_advantage(one, "gae", config).batch["advantages"] for one in (data, rest))
+    return float(((actual[kept] - expected) * mask).abs().max())
 
 
 def _losses(data: DataProto, kept: np.ndarray, advantages: torch.Tensor, mode: str, config: DictConfig) -> list[float]:
-    """By how much loss and gradient differ."""
+    """Return the differences of loss and gradient."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     mask = data.batch["response_mask"]
     seed = torch.manual_seed(2)

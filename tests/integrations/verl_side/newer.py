@@ -1,6 +1,6 @@
-"""verl's newer trainers, which take what there is: AgentLoopManagerTQ, TransferQueue, ReplayBuffer.
+"""Scenarios of verl's newer trainers, whose batches may be incomplete: AgentLoopManagerTQ, TransferQueue, ReplayBuffer.
 
-Of one question, no answer can be scored.
+The answers to one question have no score.
 """
 
 import time
@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.utils import tensordict_utils as tu
 
-from toolroll.rollout.rendering import Continuation, Rendering
+from toolroll.rollout.chat.rendering import Continuation, Rendering
 
 if NEWEST:
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -35,7 +35,7 @@ N = 4
 
 
 class Newer:
-    """One manager for all of its scenes."""
+    """Runs all scenarios with one manager."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -51,7 +51,7 @@ class Newer:
         with open_dict(self.config):
             self.config.transfer_queue.enable = True
             units = OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
-            queue = OmegaConf.merge(self.config.transfer_queue, units)  # by itself it has eight
+            queue = OmegaConf.merge(self.config.transfer_queue, units)  # the default is eight
         tq.init(queue)
         self.rewards = RewardLoopManager(self.config)
         self.buffer = _buffer()
@@ -65,19 +65,19 @@ class Newer:
     def play(self) -> dict[str, Any]:
         out = {"whole": self.run(1, "toolroll")}
         (worker,) = self.manager.agent_loop_workers
-        self.scene.become("scripted")
-        ray.get(worker.__ray_call__.remote(write_anew))
-        out["anew"] = self.run(2, "toolroll")
-        ray.get(worker.__ray_call__.remote(write_on))
-        self.scene.become("dying", before=2, when=16, pid=self.scene.spec["other_sandbox_pid"])
+        self.scene.set_mode("scripted")
+        ray.get(worker.__ray_call__.remote(rerender_turns))
+        out["rerendered"] = self.run(2, "toolroll")
+        ray.get(worker.__ray_call__.remote(restore_bridge))
+        self.scene.set_mode("dying", before=2, when=16, pid=self.scene.spec["other_sandbox_pid"])
         out["dying"] = self.run(3, "toolroll_hurried")
         return out
 
     def run(self, step: int, agent: str) -> dict[str, Any]:
-        """A step's rollouts, up to advantages. 8 prompts, 4 samples of each."""
+        """Run the rollouts of one step and compute the advantages: 8 prompts with 4 samples each."""
         began = time.monotonic()
         batch = self.scene.batch(self.config, list(range(8)), agent)
-        batch["uid"] = np.array([f"{uid}in{step}" for uid in batch["uid"]], dtype=object)  # a new one in every step
+        batch["uid"] = np.array([f"{uid}in{step}" for uid in batch["uid"]], dtype=object)  # unique in every step
         prompts = tu.get_tensordict(batch)
         tu.assign_non_tensor_data(prompts, "global_steps", step)
         if NEWEST:
@@ -86,13 +86,15 @@ class Newer:
         self.manager.generate_sequences(prompts)
         sampled = self._sample(step, len(prompts))
         took = time.monotonic() - began
-        tools = ray.get([worker.__ray_call__.remote(counting_tools.told) for worker in self.manager.agent_loop_workers])
+        tools = ray.get(
+            [worker.__ray_call__.remote(counting_tools.counts) for worker in self.manager.agent_loop_workers]
+        )
         samples = self._samples(sampled)
         padded = upsample_batch_to_divisible_size(sampled, 8 * N, self.scene.tokenizer.eos_token_id)
         made = self._advantages(padded)
         tq.kv_clear(keys=padded.keys, partition_id="train")
         seen = {"samples": samples, "tools": tools, "advantages": made, "padded": len(padded), "took": took}
-        return {**seen, "server": self.scene.told()}
+        return {**seen, "server": self.scene.server_log()}
 
     def _sample(self, step: int, prompts: int) -> Any:
         if NEWEST:
@@ -113,7 +115,7 @@ class Newer:
         rows = []
         for place, key in enumerate(sampled.keys):
             row = {name: data[name][place] for name in fields}
-            told = row["extra_fields"] if isinstance(row["extra_fields"], dict) else row["extra_fields"].data
+            extra = row["extra_fields"] if isinstance(row["extra_fields"], dict) else row["extra_fields"].data
             rows.append(
                 {
                     "key": key,
@@ -122,13 +124,13 @@ class Newer:
                     "mask": row["response_mask"].tolist(),
                     "logprobs": row["rollout_log_probs"].tolist(),
                     "score": float(row["rm_scores"].sum()),
-                    "toolroll": told["toolroll"],
+                    "toolroll": extra["toolroll"],
                 }
             )
         return rows
 
     def _advantages(self, sampled: Any) -> dict[str, float]:
-        """As the trainer computes them, by key. Those of padding are at the end."""
+        """Return the advantages by key, as the trainer computes them. Those of padding are at the end."""
         fields = ["uid", "response_mask", "rm_scores"]
         data = tq.kv_batch_get(keys=sampled.keys, partition_id="train", select_fields=fields)
         uids = [one if isinstance(one, str) else one.data for one in data.pop("uid")]
@@ -144,21 +146,21 @@ class Newer:
         }
 
 
-_go_on = Rendering.go_on
+_bridge = Rendering.bridge
 
 
-def write_anew(worker: Any) -> None:
-    """As with a template that writes earlier turns anew: each turn is then a sequence of its own."""
+def rerender_turns(worker: Any) -> None:
+    """Emulate a template that re-renders earlier turns, so that each turn becomes a separate sequence."""
 
-    def go_on(rendering: Any, prompt_ids: Any, sampled_ids: Any, new: Any, **more: Any) -> Continuation:
-        on = _go_on(rendering, prompt_ids, sampled_ids, new, **more)
-        return Continuation([*prompt_ids, *sampled_ids, *on.ids], rerendered=True)
+    def bridge(rendering: Any, prompt_ids: Any, sampled_ids: Any, new: Any, **more: Any) -> Continuation:
+        continuation = _bridge(rendering, prompt_ids, sampled_ids, new, **more)
+        return Continuation([*prompt_ids, *sampled_ids, *continuation.ids], rerendered=True)
 
-    Rendering.go_on = go_on  # type: ignore[method-assign]
+    Rendering.bridge = bridge  # type: ignore[method-assign]
 
 
-def write_on(worker: Any) -> None:
-    Rendering.go_on = _go_on  # type: ignore[method-assign]
+def restore_bridge(worker: Any) -> None:
+    Rendering.bridge = _bridge  # type: ignore[method-assign]
 
 
 def _buffer() -> Any:

@@ -1,4 +1,4 @@
-"""verl's older trainer, which needs a row for each sample: AgentLoopManager, AgentLoopWorker, RewardLoopManager."""
+"""Scenarios of verl's older trainer, which needs a row for each sample: AgentLoopManager, RewardLoopManager."""
 
 import asyncio
 import concurrent.futures
@@ -22,7 +22,7 @@ SHOWN = [("12 + 30", 42), ("81 - 19", 62), ("7 * 8", 56), ("45 + 28", 73)]
 
 
 class Older:
-    """One manager for all of its scenes."""
+    """Runs all scenarios with one manager."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -37,21 +37,21 @@ class Older:
 
     def play(self) -> dict[str, Any]:
         self.run("whole", self.scene.rows(self.config, list(range(64))))
-        self.run("by_verls_loop", self.scene.rows(self.config, [0, 1, 2, 4], agent="tool_agent"))
+        self.run("verl_loop", self.scene.rows(self.config, [0, 1, 2, 4], agent="tool_agent"))
         self.run("scored", self.scene.rows(self.config, list(range(8)), agent="toolroll_scored"))
         self.with_rewards()
         if self.scene.spec.get("sglang"):
-            self.scene.become("real", url=self.scene.spec["sglang"])
+            self.scene.set_mode("real", url=self.scene.spec["sglang"])
             self.run("real", self.conversations())
         pid = self.scene.spec["sandbox_pid"]
-        self.scene.become("dying", before=2, when=32, pid=pid)
+        self.scene.set_mode("dying", before=2, when=32, pid=pid)
         asked = self.scene.rows(self.config, list(range(16)), n=4, agent="toolroll_hurried")
         given = self.run("dying", asked)
         self.out["dying"]["compared"] = compare(asked, given, self.config)
         return self.out
 
-    def end(self) -> None:
-        """Make room for another trainer's workers, which go by the same names."""
+    def stop(self) -> None:
+        """Stop the workers, because those of another trainer have the same names."""
         for actor in (*self.manager.agent_loop_workers, *self.rewards.reward_loop_workers):
             ray.kill(actor)
 
@@ -62,19 +62,19 @@ class Older:
         ready = time.monotonic()
         given = self.manager.generate_sequences(copy.deepcopy(asked))
         took = time.monotonic() - ready
-        tools = ray.get([worker.__ray_call__.remote(counting_tools.told) for worker in workers])
+        tools = ray.get([worker.__ray_call__.remote(counting_tools.counts) for worker in workers])
         self.out[name] = {
             "rows": rows_of(given),
-            "server": self.scene.told(),
+            "server": self.scene.server_log(),
             "tools": tools,
             "took": took,
             "until_ready": ready - began,
         }
-        self.scene.become("scripted")
+        self.scene.set_mode("scripted")
         return given
 
     def with_rewards(self) -> None:
-        """Rollouts in the workers, and verl's reward manager here, with our function: one limit for all."""
+        """Run rollouts in the workers and verl's reward manager here, with one limit for both."""
         sandbox = self.scene.spec["sandbox"]
         config = self.scene.config(sandbox, *code_rewards(sandbox))
 
@@ -85,11 +85,11 @@ class Older:
 
         with concurrent.futures.ThreadPoolExecutor() as threads:
             scores = threads.submit(lambda: asyncio.run(score()))
-            self.run("beside_rewards", self.scene.rows(self.config, list(range(32))))
-            self.out["beside_rewards"]["scores"] = [one["reward_score"] for one in scores.result()]
+            self.run("with_rewards", self.scene.rows(self.config, list(range(32))))
+            self.out["with_rewards"]["scores"] = [one["reward_score"] for one in scores.result()]
 
     def conversations(self) -> DataProto:
-        """Questions for a real model, after four that were answered by the tool."""
+        """Return questions for a real model, preceded by four examples of tool calls."""
         rows = self.scene.rows(self.config, list(range(len(SUMS))))
         for place, expression in enumerate(SUMS):
             rows.non_tensor_batch["raw_prompt"][place] = conversation(expression)
@@ -97,7 +97,7 @@ class Older:
 
 
 def program(number: int, tokenizer: Any) -> DataProto:
-    """An answer that is a program, right for even numbers, as a reward manager gets it."""
+    """Return an answer that is a program, correct for even numbers, as a reward manager receives it."""
     ids = torch.tensor([tokenizer.encode(f"```python\nprint({number} + {number % 2})\n```")])
     cases = {"inputs": [""], "outputs": [str(number)]}
     fields = {"data_source": "sums", "reward_model": {"ground_truth": cases}, "extra_info": {}}
@@ -122,14 +122,14 @@ def conversation(expression: str) -> list[dict[str, Any]]:
 
 
 def rows_of(given: DataProto) -> list[dict[str, Any]]:
-    """What came out, without padding."""
+    """Return the rows of a batch without padding."""
     batch, rows = given.batch, []
     width = batch["prompts"].shape[1]
     for place in range(len(given)):
         attention = batch["attention_mask"][place].bool()
         size = int(attention[width:].sum())
         fields = {key: values[place] for key, values in given.non_tensor_batch.items()}
-        told = ("turn_scores", "tool_rewards", "toolroll", "min_global_steps", "max_global_steps")
+        names = ("turn_scores", "tool_rewards", "toolroll", "min_global_steps", "max_global_steps")
         rows.append(
             {
                 "prompt": batch["prompts"][place][attention[:width]].tolist(),
@@ -139,7 +139,7 @@ def rows_of(given: DataProto) -> list[dict[str, Any]]:
                 "beyond": int(batch["response_mask"][place][size:].sum()),
                 "score": float(batch["rm_scores"][place].sum()),
                 "num_turns": int(fields["__num_turns__"]),
-                **{key: fields.get(key) for key in told},
+                **{key: fields.get(key) for key in names},
             }
         )
     return rows

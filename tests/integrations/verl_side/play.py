@@ -1,6 +1,6 @@
-"""Plays all scenes, and writes down what was seen.
+"""Runs all scenarios and writes the results to a file.
 
-python play.py SPEC     # JSON: where model, questions, rows and sandboxes are, and where the result goes
+python play.py SPEC     # JSON: paths of the model, questions, rows and result, and URLs of the sandboxes
 """
 
 import json
@@ -16,14 +16,14 @@ from verl.utils.config import omega_conf_to_dataclass
 
 
 def main() -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     scene = Scene(json.loads(sys.argv[1]))
-    older = Older(scene)  # its workers start while this goes on
+    older = Older(scene)  # its workers start in the background
     if NEWEST:
-        omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # as its trainers do: it imports external_lib
+        omega_conf_to_dataclass(older.config.actor_rollout_ref.model)  # imports external_lib, like verl's trainers
     out = {"asides": asides.play(scene), "older": older.play()}
-    older.end()
-    out |= {"newer": Newer(scene).play(), "seconds": time.monotonic() - began}
+    older.stop()
+    out |= {"newer": Newer(scene).play(), "seconds": time.monotonic() - start}
     Path(scene.spec["result"]).write_text(json.dumps(out))
 
 

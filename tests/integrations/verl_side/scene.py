@@ -1,4 +1,4 @@
-"""A cluster with verl's own workers on it, as a trainer sets them up: config, data set, servers, managers."""
+"""Set-up of verl as by a trainer: Ray cluster, config, dataset, servers, client."""
 
 import copy
 import json
@@ -22,24 +22,24 @@ PROMPT, RESPONSE = 1024, 1024
 
 TARGET = "toolroll.integrations.verl.ToolrollAgentLoop"
 AGENTS: list[dict[str, Any]] = [
-    {"name": "toolroll_hurried", "limits": {"call_timeout": 5}},
+    {"name": "toolroll_hurried", "limits": {"call_timeout": 12}},
     {
         "name": "toolroll_scored",
         "rewards": {"steps": 1.0, "tools": {"calc_gsm8k_reward": 0.5}, "function": 1.0},
     },
 ]
-"""Beside the one that `external_lib` brings."""
+"""Agent loops in addition to the one that `external_lib` registers."""
 
 
 class Scene:
-    """`spec` says where things are: model, questions, sandboxes."""
+    """Set-up of all scenarios. `spec` has the paths of the model and questions, and the URLs of the sandboxes."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
-        self.folder = Path(spec["folder"])
+        self.directory = Path(spec["directory"])
         lines = [json.loads(line) for line in Path(spec["questions"]).read_text().splitlines()][:64]
         self.truths = {line["question"]: line["answer"].rpartition("#### ")[2].replace(",", "") for line in lines}
-        assert len(self.truths) == 64, "the questions differ"
+        assert len(self.truths) == 64, "the questions must be unique"
         start_ray()
         server = ray.remote(Server).options(max_concurrency=1000)
         self.server = server.remote(spec["model"], self.truths)
@@ -49,10 +49,10 @@ class Scene:
         self.data: RLHFDataset | None = None
 
     def config(self, sandbox: str, *more: str) -> DictConfig:
-        """verl's own config, as its trainer would have it."""
-        tools = self.folder / f"tools-{abs(hash(sandbox))}.yaml"
+        """Return verl's config."""
+        tools = self.directory / f"tools-{abs(hash(sandbox))}.yaml"
         tools.write_text(yaml.safe_dump({"tools": tool_entries(sandbox)}))
-        agents = self.folder / "agents.yaml"
+        agents = self.directory / "agents.yaml"
         agents.write_text(yaml.safe_dump([{**agent, "_target_": TARGET} for agent in AGENTS]))
         overrides = [
             f"actor_rollout_ref.model.path={self.spec['model']}",
@@ -76,18 +76,18 @@ class Scene:
             "data.return_raw_chat=True",
             f"data.max_prompt_length={PROMPT}",
             "data.filter_overlong_prompts=False",
-            f"trainer.rollout_data_dir={self.folder / 'dumps'}",
+            f"trainer.rollout_data_dir={self.directory / 'dumps'}",
             *more,
         ]
         with initialize_config_module("verl.trainer.config", version_base=None):
             return compose("ppo_trainer", overrides=overrides)
 
     def client(self, config: DictConfig) -> Any:
-        """verl's own client, with our server behind its load balancer."""
+        """Return verl's client, with the test server behind its load balancer."""
         return llm_server.LLMServerClient(config, self.balancer)
 
     def batch(self, config: DictConfig, places: list[int], agent: str) -> dict[str, Any]:
-        """A batch out of verl's own data set, as its data loader gives it."""
+        """Return a batch of verl's dataset, as its data loader does."""
         if self.data is None:
             self.data = RLHFDataset(config.data.train_files, self.tokenizer, config.data, None)
         batch = collate_fn([copy.deepcopy(self.data[place]) for place in places])
@@ -96,19 +96,19 @@ class Scene:
         return batch
 
     def rows(self, config: DictConfig, places: list[int], n: int = 1, agent: str = "toolroll") -> DataProto:
-        """What verl's older trainer sends to its workers: each row n times."""
+        """Return the batch that verl's older trainer sends to its workers, with each row n times."""
         batch = DataProto.from_single_dict(self.batch(config, places, agent))
         return batch.select(batch_keys=[]).repeat(n, interleave=True)
 
-    def become(self, mode: str, **settings: Any) -> None:
-        ray.get(self.server.become.remote(mode, **settings))
+    def set_mode(self, mode: str, **settings: Any) -> None:
+        ray.get(self.server.set_mode.remote(mode, **settings))
 
-    def told(self) -> dict[str, Any]:
-        return ray.get(self.server.told.remote())
+    def server_log(self) -> dict[str, Any]:
+        return ray.get(self.server.log.remote())
 
 
 def start_ray() -> None:
-    """A Ray of its own. It gives itself half a minute to start, which on a busy machine may not do."""
+    """Start a local Ray cluster. Its start-up timeout of 30 s may be too short on a busy machine, so it is retried."""
     for last in (False, False, True):
         try:
             ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
@@ -120,7 +120,7 @@ def start_ray() -> None:
 
 
 def tool_entries(sandbox: str) -> list[dict[str, Any]]:
-    """The example's tools, which count; and a function."""
+    """Return config entries of the example's tools with counters, and of a function."""
     with Path(__file__).parents[3].joinpath("examples/verl_gsm8k/tool_config.yaml").open() as opened:
         interpreter, check = yaml.safe_load(opened)["tools"]
     interpreter |= {"class_name": "counting_tools.CountedInterpreter"}
@@ -131,7 +131,7 @@ def tool_entries(sandbox: str) -> list[dict[str, Any]]:
 
 
 def code_rewards(sandbox: str) -> list[str]:
-    """Our reward function, as a command line of verl's sets it."""
+    """Return the overrides that select toolroll's reward function."""
     function = "reward.custom_reward_function"
     return [
         f"{function}.path=pkg://toolroll.integrations.verl.reward",

@@ -1,6 +1,6 @@
-"""An inference server of verl's, behind verl's own client and load balancer: scripted, or a relay to a real SGLang.
+"""Test server behind verl's client and load balancer: scripted, or a relay to a real SGLang server.
 
-It answers as verl's servers do, with TokenOutput, and remembers what it was asked and what it gave.
+It returns TokenOutput like verl's servers, and records prompts and outputs.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ import aiohttp
 from transformers import AutoTokenizer
 from verl.workers.rollout.replica import TokenOutput
 
-PIECES = 3
-"""Text is encoded in pieces of some characters each, which gives other ids than encoding it whole does."""
+PIECE_CHARS = 3
+"""Number of characters that are encoded at a time, which results in other ids than encoding the whole text."""
 STEP = 4
-"""Of the trainer, by whose weights it samples."""
+"""Step of the trainer whose weights the server has."""
 
 
 class Server:
-    """`mode` is what it does: "scripted", "dying", "real"."""
+    """Server whose `mode` is "scripted", "dying" or "real"."""
 
     def __init__(self, model: str, truths: dict[str, str]) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -34,69 +34,73 @@ class Server:
         self.reset()
 
     def reset(self) -> None:
-        self.gave: list[tuple[list[int], list[int], list[float]]] = []
+        self.outputs: list[tuple[list[int], list[int], list[float]]] = []
         self.asked: Counter[str] = Counter()
         self.ended = 0
-        self.most = self.in_flight = 0
+        self.max_in_flight = self.in_flight = 0
         self.died = asyncio.Event()
 
-    def become(self, mode: str, **settings: Any) -> None:
-        """Begin anew, in another mode."""
+    def set_mode(self, mode: str, **settings: Any) -> None:
+        """Reset the server and change its mode."""
         self.mode, self.settings = mode, settings
         self.reset()
 
-    def told(self) -> dict[str, Any]:
-        """What it gave, to which prompts."""
-        return {"gave": self.gave, "most": self.most}
+    def log(self) -> dict[str, Any]:
+        """Return all prompts with their outputs, and the maximum number of requests in flight."""
+        return {"outputs": self.outputs, "max_in_flight": self.max_in_flight}
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **_: Any
     ) -> TokenOutput:
         self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             if self.mode == "real":
                 ids, logprobs, reason = await self._sample(prompt_ids, sampling_params, request_id)
             else:
-                ids, reason = await self._say(prompt_ids, sampling_params)
+                ids, reason = await self._scripted_turn(prompt_ids, sampling_params)
                 logprobs = [-self.random.random() for _ in ids]
         finally:
             self.in_flight -= 1
-        self.gave.append((list(prompt_ids), ids, logprobs))
-        wanted = sampling_params.get("logprobs")
+        self.outputs.append((list(prompt_ids), ids, logprobs))
+        logprobs_requested = sampling_params.get("logprobs")
         return TokenOutput(
             token_ids=ids,
-            log_probs=logprobs if wanted else None,
+            log_probs=logprobs if logprobs_requested else None,
             stop_reason=reason,
             extra_fields={"global_steps": STEP},
         )
 
-    async def _say(self, prompt_ids: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
+    async def _scripted_turn(self, prompt_ids: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
         text = self.tokenizer.decode(prompt_ids)
         question = next(one for one in self.truths if one in text)
-        said = text.rpartition(question)[2]
-        if found := re.search(r"I am number (\d+)\.", said):
+        conversation = text.rpartition(question)[2]
+        if found := re.search(r"I am number (\d+)\.", conversation):
             place = int(found[1])
         else:
             place = self.asked[question]
             self.asked[question] += 1
             if self.mode == "dying" and place >= self.settings["before"]:
-                await self._die()
+                await self._kill_sandbox()
         await asyncio.sleep(0.01)
-        words = self._script(question, said, place)
-        ids = [one for start in range(0, len(words), PIECES) for one in self._encode(words[start : start + PIECES])]
-        most = params.get("max_new_tokens", len(ids) + 1)
-        if len(ids) >= most:
-            return ids[:most], "length"
+        words = self._script(question, conversation, place)
+        ids = [
+            one
+            for start in range(0, len(words), PIECE_CHARS)
+            for one in self._encode(words[start : start + PIECE_CHARS])
+        ]
+        max_new_tokens = params.get("max_new_tokens", len(ids) + 1)
+        if len(ids) >= max_new_tokens:
+            return ids[:max_new_tokens], "length"
         self.ended += "That is it." in words
         return [*ids, self.stop], "stop"
 
-    def _script(self, question: str, said: str, place: int) -> str:
-        """What the model says: it keeps numbers, adds them up in the next turn, has its answer checked, and gives it.
+    def _script(self, question: str, conversation: str, place: int) -> str:
+        """Return the model's next turn: define numbers, add them in the next turn, check the answer, and state it.
 
-        Every eighth question has it write a call that is no JSON first. Whether it is right goes by turns.
+        For every eighth question, the model first writes a call that is not valid JSON. Every other answer is correct.
         """
-        number, turn = list(self.truths).index(question), said.count("<|im_start|>assistant\n") - 1
+        number, turn = list(self.truths).index(question), conversation.count("<|im_start|>assistant\n") - 1
         answer = self.truths[question] if (number + place) % 2 else "-1"
         who = f"I am number {place}.\n"
         if number % 8 == 3:
@@ -112,10 +116,11 @@ class Server:
                 return call("calc_gsm8k_reward", answer=answer)
         return f"That is it.\n#### {answer}"
 
-    async def _die(self) -> None:
-        """The first of each group go through; then the sandbox dies, and the others begin."""
-        while self.ended < self.settings["when"]:
-            await asyncio.sleep(0.02)
+    async def _kill_sandbox(self) -> None:
+        """Wait until the first samples of each group have ended, then kill the sandbox."""
+        async with asyncio.timeout(120):
+            while self.ended < self.settings["when"]:
+                await asyncio.sleep(0.02)
         if not self.died.is_set():
             self.died.set()
             os.killpg(self.settings["pid"], signal.SIGKILL)
@@ -129,7 +134,7 @@ class Server:
         wanted = {
             "stop_token_ids": params["stop_token_ids"],
             "max_new_tokens": min(64, params["max_new_tokens"]),
-            "temperature": 0.0,  # so small a model does best then
+            "temperature": 0.0,  # a small model needs greedy sampling
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }

@@ -1,12 +1,12 @@
-"""What TRL gets of a batch of trajectories: token rows in the order of the prompts, and fields beside them.
+"""Conversion of trajectories to the batch that TRL expects from a rollout function.
 
-- Every prompt has one row, also one that nothing is to be learnt from: it is masked, and none of its parts is empty,
-  since TRL looks at the last token of each.
-- `completion_ids`, `env_mask` and `logprobs` of a row are of one length.
-- Where a template wrote an earlier turn anew, the row is what the engine saw last; what was sampled before is part of
-  the prompt then, and not learnt from.
+Invariants:
 
-Pure, and knows nothing of TRL's classes.
+- There is one row per prompt, in the order of the prompts. The row of an excluded trajectory is masked. No part of a
+  row is empty, because TRL reads the last token of each.
+- `completion_ids`, `env_mask` and `logprobs` of a row have the same length.
+- If the conversation was re-rendered, the row contains the last sequence that the engine received. Tokens that were
+  sampled before the re-rendering are part of its prompt and are not trained on.
 """
 
 from __future__ import annotations
@@ -15,33 +15,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolroll.errors import Fault
+from toolroll.integrations.summary import exclusion_reason, summary_fields
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import Fidelity, Trajectory
 
 
-def why_left_out(trajectory: Trajectory) -> str | None:
-    """Why there is nothing to learn from a trajectory; None where there is."""
-    if trajectory.outcome == "infra":
-        return trajectory.error or f"the infrastructure failed ({trajectory.finish_reason})"
-    if not any(trajectory.tokens.mask):
-        return trajectory.error or f"the model had written nothing when it ended ({trajectory.finish_reason})"
-    if trajectory.rewards.total is None:
-        return "the reward function could not say what it is worth"
-    return None
+def make_batch(trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]], filler: int) -> dict[str, Any]:
+    """Return the keys that TRL requires, and `toolroll` and `trajectory` for the reward functions.
 
-
-def batch_of(trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str, Any]], *, filler: int) -> dict[str, Any]:
-    """The keys that TRL asks for, and `toolroll` and `trajectory` for the reward functions."""
+    Args:
+        trajectories: Trajectories in the order of the prompts.
+        fields: Result of `sample_fields` for each trajectory.
+        filler: Token id that replaces an empty prompt or completion.
+    """
     kept = [one["left_out"] is None for one in fields]
     rows = [_row(one, keep=keep, filler=filler) for one, keep in zip(trajectories, kept, strict=True)]
-    known = all(one.tokens.has_logprobs for one, keep in zip(trajectories, kept, strict=True) if keep)
+    has_logprobs = all(one.tokens.has_logprobs for one, keep in zip(trajectories, kept, strict=True) if keep)
     prompts, completions, masks, logprobs = ([row[part] for row in rows] for part in range(4))
     return {
         "prompt_ids": prompts,
         "completion_ids": completions,
         "env_mask": masks,
-        "logprobs": logprobs if known else None,
+        "logprobs": logprobs if has_logprobs else None,
         "toolroll": list(fields),
         "trajectory": list(trajectories),
     }
@@ -55,27 +50,22 @@ def _row(trajectory: Trajectory, *, keep: bool, filler: int) -> tuple[list[int],
     return tokens.prompt_ids or [filler], ids, mask, logprobs
 
 
-def fields_of(trajectory: Trajectory, left_out: str | None) -> dict[str, Any]:
-    """What a reward function finds of a sample under `toolroll`, beside the trajectory itself."""
+def sample_fields(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the fields of a sample that reward functions receive under `toolroll`."""
+    left_out = exclusion_reason(trajectory, [trajectory.tokens], needs_reward=True)
     calls = trajectory.calls
     return {
+        **summary_fields(trajectory, left_out),
         "reward": None if left_out is not None else trajectory.rewards.total,
-        "left_out": left_out,
-        "finish_reason": str(trajectory.finish_reason),
         "turns": len({turn.turn for turn in trajectory.turns}),
-        "calls": len(calls),
-        "policy_faults": sum(call.fault is Fault.POLICY for call in calls),
-        "infra_faults": sum(call.fault is Fault.INFRA for call in calls),
         "call_seconds": [call.seconds for call in calls],
         "queue_waits": [float(wait) for call in calls if (wait := call.metrics.get("queue_wait")) is not None],
         "rerendered": trajectory.fidelity is Fidelity.RERENDERED,
-        "weights": sampled_by(trajectory),
-        "seconds": trajectory.seconds,
+        "weights": _tokens_by_weight_version(trajectory),
     }
 
 
-def sampled_by(trajectory: Trajectory) -> dict[str | None, int]:
-    """How many of its tokens each version of the weights sampled."""
+def _tokens_by_weight_version(trajectory: Trajectory) -> dict[str | None, int]:
     counts: Counter[str | None] = Counter()
     for span in trajectory.tokens.spans:
         if span.author is Author.MODEL:

@@ -1,7 +1,8 @@
-"""Reward functions for TRL, over what the rollout function gave beside the tokens.
+"""Reward functions for TRL, which use the fields that the rollout function returned.
 
-None says that a sample can't be scored. TRL leaves it out of its group's baseline, if every reward function says so: a
-function of the user's own that gave a number for it would put it back. `scored` keeps it from that.
+A reward of None means that a sample is not scored. TRL excludes the sample from the baseline of its group if every
+reward function returns None for it. A user's reward function that returned a number would include it; `scored` prevents
+that.
 """
 
 from __future__ import annotations
@@ -17,65 +18,88 @@ LogMetric = Callable[[str, float], None]
 
 
 def trajectory_reward(*, toolroll: Fields, log_metric: LogMetric | None = None, **_: Any) -> list[float | None]:
-    """The total of each trajectory; None for one that is left out. The rollouts' metrics are logged by the way."""
-    if log_metric is not None:
-        log_metrics(toolroll, log_metric)
+    """Return the total reward of each trajectory. A reward function for GRPOTrainer.
+
+    It also logs the metrics of the batch, see `batch_metrics`.
+
+    Args:
+        toolroll: Fields of each sample, which `rollout_func` returned.
+        log_metric: TRL's function that logs a metric.
+        **_: Other columns, which are ignored.
+
+    Returns:
+        The rewards, with None for each excluded sample.
+
+    Example:
+        >>> trajectory_reward(toolroll=[{"reward": 1.5}, {"reward": None}])
+        [1.5, None]
+    """
+    _log_metrics(toolroll, log_metric)
     return [fields["reward"] for fields in toolroll]
 
 
 def scored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function of the user's own, for TRL: None for samples that are left out, whatever it says of them."""
+    """Make a reward function return None for excluded samples. A decorator.
 
-    def but_for_those(rewards: Sequence[float | None], toolroll: Fields) -> list[float | None]:
-        pairs = zip(rewards, toolroll, strict=True)
-        return [reward if fields["left_out"] is None else None for reward, fields in pairs]
+    Args:
+        function: Reward function for TRL, sync or async, that returns a list of rewards.
 
+    Returns:
+        The wrapped function, of the same name and kind. It also logs the metrics of the batch.
+
+    Example:
+        >>> @scored
+        ... def length_penalty(completion_ids, **kwargs):
+        ...     return [-len(ids) / 1000 for ids in completion_ids]
+        >>> length_penalty(completion_ids=[[1], [2]], toolroll=[{"left_out": None}, {"left_out": "sandbox down"}])
+        [-0.001, None]
+    """
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
-        async def when_awaited(*, toolroll: Fields, **more: Any) -> list[float | None]:
-            _log(toolroll, more)
-            return but_for_those(await function(toolroll=toolroll, **more), toolroll)
+        async def async_wrapper(*, toolroll: Fields, **columns: Any) -> list[float | None]:
+            _log_metrics(toolroll, columns.get("log_metric"))
+            return _without_excluded(await function(toolroll=toolroll, **columns), toolroll)
 
-        return when_awaited
+        return async_wrapper
 
     @wraps(function)
-    def at_once(*, toolroll: Fields, **more: Any) -> list[float | None]:
-        _log(toolroll, more)
-        return but_for_those(function(toolroll=toolroll, **more), toolroll)
+    def wrapper(*, toolroll: Fields, **columns: Any) -> list[float | None]:
+        _log_metrics(toolroll, columns.get("log_metric"))
+        return _without_excluded(function(toolroll=toolroll, **columns), toolroll)
 
-    return at_once
-
-
-def log_metrics(fields: Fields, log_metric: LogMetric) -> None:
-    """Hand the metrics of a batch to TRL, which averages them over processes."""
-    for name, value in metrics_of(fields).items():
-        log_metric(f"toolroll/{name}", value)
+    return wrapper
 
 
-def metrics_of(fields: Fields) -> dict[str, float]:
-    """What a batch's rollouts came to. Shares are of its samples, but for faults (of calls) and weights (of tokens)."""
-    calls = sum(one["calls"] for one in fields)
-    found = {
-        "left_out": fmean(one["left_out"] is not None for one in fields),
-        "rerendered": fmean(one["rerendered"] for one in fields),
-        "turns": fmean(one["turns"] for one in fields),
-        "calls": calls / len(fields),
-        "seconds/max": max(one["seconds"] for one in fields),
-    }
+def _without_excluded(rewards: Sequence[float | None], samples: Fields) -> list[float | None]:
+    pairs = zip(rewards, samples, strict=True)
+    return [reward if fields["left_out"] is None else None for reward, fields in pairs]
+
+
+def _log_metrics(samples: Fields, log_metric: LogMetric | None) -> None:
+    """Log the metrics of a batch with TRL, which averages them over processes."""
+    if log_metric is not None:
+        for name, value in batch_metrics(samples).items():
+            log_metric(f"toolroll/{name}", value)
+
+
+def batch_metrics(samples: Fields) -> dict[str, float]:
+    """Return the metrics of a batch.
+
+    Fractions are relative to the number of samples, except faults (calls) and stale or unknown weights (tokens).
+    """
+    calls = sum(one["calls"] for one in samples)
+    metrics = {name: fmean(one[name] for one in samples) for name in ("rerendered", "turns", "calls")}
+    metrics["left_out"] = fmean(one["left_out"] is not None for one in samples)
+    metrics["seconds/max"] = max(one["seconds"] for one in samples)
     if calls:
-        found["policy_faults"] = sum(one["policy_faults"] for one in fields) / calls
-        found["infra_faults"] = sum(one["infra_faults"] for one in fields) / calls
-        found["call_seconds/max"] = max(seconds for one in fields for seconds in one["call_seconds"])
-    if waits := [wait for one in fields for wait in one["queue_waits"]]:
-        found["queue_wait/max"] = max(waits)
-    tokens = sum(sum(one["weights"].values()) for one in fields)
-    if tokens and fields[0]["stale_tokens"] is not None:
-        found["stale_tokens"] = sum(one["stale_tokens"] for one in fields) / tokens
-        found["unknown_weights"] = sum(one["weights"].get(None, 0) for one in fields) / tokens
-    return found
-
-
-def _log(fields: Fields, more: Mapping[str, Any]) -> None:
-    if (log_metric := more.get("log_metric")) is not None:
-        log_metrics(fields, log_metric)
+        metrics["policy_faults"] = sum(one["policy_faults"] for one in samples) / calls
+        metrics["infra_faults"] = sum(one["infra_faults"] for one in samples) / calls
+        metrics["call_seconds/max"] = max(seconds for one in samples for seconds in one["call_seconds"])
+    if waits := [wait for one in samples for wait in one["queue_waits"]]:
+        metrics["queue_wait/max"] = max(waits)
+    tokens = sum(sum(one["weights"].values()) for one in samples)
+    if tokens and samples[0]["stale_tokens"] is not None:
+        metrics["stale_tokens"] = sum(one["stale_tokens"] for one in samples) / tokens
+        metrics["unknown_weights"] = sum(one["weights"].get(None, 0) for one in samples) / tokens
+    return metrics

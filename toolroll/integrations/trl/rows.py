@@ -1,13 +1,13 @@
-"""Rows: what else a data set has of a prompt.
+"""DatasetRows: look up the other columns of a prompt's dataset row.
 
-TRL hands a rollout function the prompts alone. The ground truth, `tools_kwargs` and whatever else a tool or a reward
-needs stand in other columns; they are found again by the prompt. Two rows of one prompt must be alike then: which of
-them was meant nobody could say.
+TRL passes only the prompts to a rollout function. Tools and rewards need other columns, such as the ground truth and
+`tools_kwargs`, which are looked up by the prompt. Rows with the same prompt must therefore be identical.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -16,52 +16,58 @@ import orjson
 from toolroll.errors import ConfigError
 
 
-class Rows:
-    """Of a data set, or of several by name. One that can only be gone through (an IterableDataset) has none."""
+class DatasetRows:
+    """Lookup of rows by prompt.
+
+    Args:
+        dataset: A dataset, or several by name. An IterableDataset has no random access and therefore no rows.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._by_prompt: dict[bytes, tuple[Any, int]] | None = None
 
-    def of(self, prompt: Any) -> dict[str, Any]:
-        """The other columns of a prompt's row, without those that are empty there."""
-        if self._by_prompt is None:
-            self._by_prompt = self._read()
-        found = self._by_prompt.get(_mark(prompt))
-        return {} if found is None else _others(found[0][found[1]])
+    def columns_for(self, prompt: Any) -> dict[str, Any]:
+        """Return the other columns of a prompt's row, without null values.
 
-    def _read(self) -> dict[bytes, tuple[Any, int]]:
+        Raises:
+            ConfigError: If two rows have the same prompt and differ in another column.
+        """
+        found = self._by_prompt.get(_hash_prompt(prompt))
+        return {} if found is None else _other_columns(found[0][found[1]])
+
+    @cached_property
+    def _by_prompt(self) -> dict[bytes, tuple[Any, int]]:
         by_prompt: dict[bytes, tuple[Any, int]] = {}
-        for dataset in _parts(self._dataset):
+        for dataset in _indexable_datasets(self._dataset):
             if set(dataset.column_names) <= {"prompt"}:
                 continue
             for number, prompt in enumerate(dataset["prompt"]):
-                mark = _mark(prompt)
-                first, place = by_prompt.setdefault(mark, (dataset, number))
-                if (first is not dataset or place != number) and _others(first[place]) != _others(dataset[number]):
+                first_dataset, first = by_prompt.setdefault(_hash_prompt(prompt), (dataset, number))
+                is_duplicate = first_dataset is not dataset or first != number
+                if is_duplicate and _other_columns(first_dataset[first]) != _other_columns(dataset[number]):
                     raise ConfigError(
-                        f"Rows {place} and {number} of the data set have the same prompt, and differ elsewhere. A "
-                        "rollout function is given prompts only: make them differ, or drop one."
+                        f"Rows {first} and {number} of the dataset have the same prompt but differ in other columns. "
+                        "TRL passes only prompts to a rollout function: make the prompts unique, or remove a row."
                     )
         return by_prompt
 
 
-def _parts(dataset: Any) -> Iterator[Any]:
+def _indexable_datasets(dataset: Any) -> Iterator[Any]:
     for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
         if hasattr(one, "__getitem__") and hasattr(one, "column_names"):
             yield one
 
 
-def _mark(prompt: Any) -> bytes:
+def _hash_prompt(prompt: Any) -> bytes:
     return blake2b(orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS, default=str), digest_size=16).digest()
 
 
-def _others(row: Mapping[str, Any]) -> dict[str, Any]:
+def _other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "prompt" and value is not None}
 
 
-def plain(value: Any) -> Any:
-    """JSON without keys that are null: a table has every key of any row in all of them."""
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without null entries in its objects, which Arrow tables add to rows that lack a key."""
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items() if item is not None}
-    return [plain(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,4 @@
-"""What TRL's config says already: how to sample, and how long a completion may be.
-
-Said once, in GRPOConfig, it holds for the trainer and the engine alike; where the two can't agree, it is refused. Pure.
-"""
+"""Limits and sampling parameters from TRL's GRPOConfig, so that the trainer and the engine use the same ones."""
 
 from __future__ import annotations
 
@@ -12,34 +9,45 @@ from toolroll.errors import ConfigError
 from toolroll.rollout.limits import Limits
 
 
-def limits_of(given: Limits | Mapping[str, Any] | None, args: Any) -> Limits | dict[str, Any]:
-    """The limits that were given, with TRL's length of a completion where they have none of their own."""
+def resolve_limits(limits: Limits | Mapping[str, Any] | None, args: Any) -> Limits | dict[str, Any]:
+    """Return the limits, with TRL's `max_completion_length` as the default of `max_response_len`.
+
+    Args:
+        limits: The user's limits.
+        args: TRL's GRPOConfig.
+    """
     if args.max_completion_length is None:
-        return given if isinstance(given, Limits) else dict(given or {})
-    by_trl = {"max_response_len": args.max_completion_length}
-    if isinstance(given, Limits):
-        return given if "max_response_len" in given.model_fields_set else given.model_copy(update=by_trl)
-    return {**by_trl, **(given or {})}
+        return limits if isinstance(limits, Limits) else dict(limits or {})
+    defaults = {"max_response_len": args.max_completion_length}
+    if isinstance(limits, Limits):
+        return limits if "max_response_len" in limits.model_fields_set else limits.model_copy(update=defaults)
+    return {**defaults, **(limits or {})}
 
 
-def sampling_params_of(given: Mapping[str, Any], args: Any, logprobs_of: str) -> dict[str, Any]:
-    """The trainer's sampling parameters, as engines have them, and those that were given beside them."""
+def resolve_sampling_params(params: Mapping[str, Any], args: Any, logprobs_mode: str) -> dict[str, Any]:
+    """Return the trainer's sampling parameters under the engines' names, together with the user's.
+
+    Args:
+        params: The user's sampling parameters.
+        args: TRL's GRPOConfig.
+        logprobs_mode: Kind of log-probabilities that the engine returns.
+
+    Raises:
+        ConfigError: If the engine's log-probabilities would not be comparable with TRL's.
+    """
     temperature = float(args.temperature)
-    if float(given.get("temperature", temperature)) != temperature:
+    if float(params.get("temperature", temperature)) != temperature:
         raise ConfigError(
-            f"sampling_params has temperature={given['temperature']}, and GRPOConfig {temperature}, by which TRL "
-            "computes log-probabilities. Set it in GRPOConfig alone."
+            f"sampling_params has temperature={params['temperature']}, but GRPOConfig has {temperature}, at which TRL "
+            "computes log-probabilities. Set the temperature only in GRPOConfig."
         )
-    if logprobs_of == "raw" and temperature != 1.0:
+    if logprobs_mode == "raw_logprobs" and temperature != 1.0:
         raise ConfigError(
-            f"The engine's log-probabilities are the model's own, and TRL's are at temperature {temperature}: they "
-            "can't be compared. Start vLLM with --logprobs-mode processed_logprobs and say "
-            "VLLMEngine(logprobs_of='scaled'), or sample at temperature 1."
+            f"The engine returns raw_logprobs, but TRL computes log-probabilities at temperature {temperature}. Start "
+            "vLLM with --logprobs-mode processed_logprobs and pass VLLMEngine(logprobs_mode='processed_logprobs'), or "
+            "sample at temperature 1."
         )
-    params: dict[str, Any] = {"temperature": temperature}
-    for name, off in {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}.items():
-        if (value := getattr(args, name)) not in off:
-            params[name] = value
-    if args.repetition_penalty not in (1.0, None):
-        params["repetition_penalty"] = args.repetition_penalty
-    return {**params, **given}
+    resolved: dict[str, Any] = {"temperature": temperature}
+    neutral = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
+    resolved |= {name: value for name, off in neutral.items() if (value := getattr(args, name)) not in off}
+    return {**resolved, **params}

@@ -1,14 +1,14 @@
-"""TrainerRollout: our rollout loop as the `rollout_func` of TRL's GRPOTrainer.
+"""TrainerRollout: toolroll's rollouts as a `rollout_func` for TRL's GRPOTrainer.
 
-TRL calls it with the prompts of a batch and the trainer, and waits. It promises:
+TRL calls it with the prompts of a batch and the trainer, and waits for the result.
 
-- Rows come back in the order of the prompts, whichever trajectory ended first. Groups are TRL's own: as many rows in
-  a row as it samples per prompt, over all processes.
-- Temperature, top_p and the like, the length of a completion and the template's settings are the trainer's, so that
-  the log-probabilities are of the distribution that TRL computes its own of. Where an engine's can't be, it is refused
-  before anything is sampled.
-- Before anything is sampled the engine has the trainer's weights (weights.py).
-- Nothing is in flight when it returns.
+Invariants:
+
+- Rows are returned in the order of the prompts. Groups are those of TRL: consecutive rows, across all processes.
+- Sampling parameters, the maximum completion length and the chat template's arguments are those of the trainer, so the
+  log-probabilities are comparable with TRL's. An engine whose log-probabilities are not is rejected before sampling.
+- The engine has the trainer's weights before a batch is sampled (see `weights`).
+- No request is in flight when the call returns.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
+from toolroll._internal.event_loop_thread import EventLoopThread
 from toolroll.errors import ConfigError
-from toolroll.integrations.trl.batch import batch_of, fields_of, why_left_out
-from toolroll.integrations.trl.loop_thread import LoopThread
-from toolroll.integrations.trl.rows import Rows, plain
-from toolroll.integrations.trl.settings import limits_of, sampling_params_of
-from toolroll.integrations.trl.weights import Weights
+from toolroll.integrations.trl.batch import make_batch, sample_fields
+from toolroll.integrations.trl.rows import DatasetRows, without_nulls
+from toolroll.integrations.trl.settings import resolve_limits, resolve_sampling_params
+from toolroll.integrations.trl.weights import WeightSync
 from toolroll.records.writer import RecordWriter
-from toolroll.rollout.collector import rare_full_collections
-from toolroll.rollout.engines.engine import TokenEngine
+from toolroll.rollout.engines.base import TokenEngine
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.prompt import Prompt
 from toolroll.rollout.reward import RewardFunction, RewardRule
@@ -38,27 +39,36 @@ from toolroll.tools.base_tool import BaseTool
 
 logger = logging.getLogger(__name__)
 
-BY_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
-"""Losses that TRL divides by the number of rows, masked ones among them."""
-OTHERS = {"messages", "group"}
-"""Columns that would be taken for what the prompt says itself."""
+LOSSES_AVERAGED_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
+"""`loss_type` values with which TRL divides by the number of rows, including masked ones."""
+RESERVED_COLUMNS = {"messages", "group"}
+"""Columns that would be mistaken for keys of a prompt."""
 
 
 class TrainerRollout:
-    """Give it to `GRPOTrainer(rollout_func=…)`.
+    """Rollout function for `GRPOTrainer(rollout_func=…)`. Exported as `rollout_func`.
 
     Args:
-        engine: Where the model is sampled.
-        tools: A tool config, or tools. `GRPOTrainer(tools=…)` stays empty.
-        limits: What a trajectory may use, and its deadlines. `max_response_len` is TRL's `max_completion_length`,
-            unless it is given here.
-        rewards: How rewards are composed; or a function of the trajectory. The other columns of the prompt's row are
-            its `extra`.
-        weights_dir: Where the trainer's weights are saved for the engine, which must see it under the same path.
-            Without it, somebody else sees to the engine's weights: TRL does of vLLM's, with `use_vllm`.
-        rollout_data_dir: Where the trajectories of each step are written.
-        sampling_params: As the engine names them, beside those that the trainer has.
-        model_format: How the model's conversations are written; by default found from the tokenizer.
+        engine: Inference engine, such as `SGLangEngine`.
+        tools: Path of a tool config, or tools. `GRPOTrainer(tools=…)` must be empty.
+        limits: Limits of a trajectory. `max_response_len` is TRL's `max_completion_length` by default.
+        rewards: A RewardRule, or a function of the trajectory. The other columns of the prompt's row are in the
+            trajectory's `extra`.
+        weights_dir: Directory in which the trainer's weights are saved for the engine, which must see it under the same
+            path. Without it, toolroll does not update the engine's weights; TRL does with `use_vllm`.
+        rollout_data_dir: Directory for the records of each training step.
+        sampling_params: Further sampling parameters under the engine's names.
+        model_format: Chat format of the model. By default, it is derived from the tokenizer.
+
+    Raises:
+        ConfigError: If the engine does not return tokens, or cannot load weights from `weights_dir`.
+
+    Example:
+        >>> from toolroll.integrations.trl import rollout_func, trajectory_reward
+        >>> from toolroll.rollout.engines.sglang import SGLangEngine
+        >>> rollout = rollout_func(engine=SGLangEngine("http://127.0.0.1:30000"), tools="tools.yaml")
+
+        Then pass it to the trainer: `GRPOTrainer(…, rollout_func=rollout, reward_funcs=trajectory_reward)`.
     """
 
     def __init__(
@@ -74,154 +84,130 @@ class TrainerRollout:
         model_format: str | None = None,
     ) -> None:
         if not isinstance(engine, TokenEngine):
-            raise ConfigError(f"{engine!r:.80} gives no tokens to train on. Take e.g. SGLangEngine('http://…:30000').")
+            remedy = "Use an engine such as SGLangEngine('http://127.0.0.1:30000')."
+            raise ConfigError(f"{engine!r:.80} does not return tokens to train on. {remedy}")
         self._engine = engine
-        self._tools = tools
+        self._options: dict[str, Any] = {"tools": tools, "rewards": rewards, "model_format": model_format}
         self._limits = limits
-        self._rewards = rewards
-        self._weights = Weights(engine, weights_dir)
-        self._brings_weights = weights_dir is not None
+        self._weights = WeightSync(engine, weights_dir)
         self._data_dir = rollout_data_dir
         self._sampling_params = dict(sampling_params or {})
-        self._model_format = model_format
-        self._thread: LoopThread | None = None
+        self._thread: EventLoopThread | None = None
         self._rollout: Rollout | None = None
         self._writer: RecordWriter | None = None
-        self._rows: dict[str, Rows] = {}
-        self._warned = False
+        self._rows: dict[str, DatasetRows] = {}
+        self._warned_about_loss = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """A batch of trajectories, as TRL wants it."""
-        rollout, thread = self._begin(trainer)
-        step, training = trainer.state.global_step, trainer.model.training
-        self._bring_weights(trainer)
-        asked = self._read(prompts, trainer)
-        with rare_full_collections():
-            trajectories = thread.run(_all(rollout, asked))
-        if training and self._writer is not None:
+        """Sample a batch.
+
+        Args:
+            prompts: Prompts of this process, each a list of messages.
+            trainer: TRL's GRPOTrainer.
+
+        Returns:
+            `prompt_ids`, `completion_ids`, `env_mask` and `logprobs` for TRL, and `toolroll` and `trajectory` for the
+            reward functions.
+
+        Raises:
+            ConfigError: If a setting or a prompt is invalid.
+            EngineUnavailable: If the engine did not load the weights.
+        """
+        rollout, thread = self._start(trainer)
+        step, is_training = trainer.state.global_step, trainer.model.training
+        self._weights.update(trainer, rollout, thread)
+        requests = self._read_prompts(prompts, trainer)
+        trajectories = thread.run(_sample_all(rollout, requests))
+        if is_training and self._writer is not None:
             thread.run(self._writer.write_all(trajectories, step + 1))
-        fields = [fields_of(one, why_left_out(one)) for one in trajectories]
-        self._count_stale(fields, step, trainer)
-        self._warn_of(fields, trainer)
-        return batch_of(trajectories, fields, filler=_tokenizer(trainer).eos_token_id or 0)
+        fields = [sample_fields(trajectory) for trajectory in trajectories]
+        self._weights.count_stale_tokens(fields, step, trainer)
+        self._warn_about_excluded(fields, trainer)
+        return make_batch(trajectories, fields, filler=_tokenizer(trainer).eos_token_id or 0)
 
     def close(self) -> None:
-        """Close the engine's connections and the records. It isn't needed where the process ends anyway."""
+        """Close the engine's connections and the record files. Called automatically at interpreter exit."""
         if self._thread is not None and self._rollout is not None:
-            self._thread.run(self._rollout.__aexit__(None, None, None))
+            self._thread.run(self._rollout.aclose())
             self._thread.close()
         if self._writer is not None:
             self._writer.close()
         self._thread = self._rollout = self._writer = None
         atexit.unregister(self.close)
 
-    def _begin(self, trainer: Any) -> tuple[Rollout, LoopThread]:
-        """With the first batch, all is made that needs to know the trainer."""
+    def _start(self, trainer: Any) -> tuple[Rollout, EventLoopThread]:
+        """Create everything that depends on the trainer, at the first batch."""
         if self._rollout is not None and self._thread is not None:
             return self._rollout, self._thread
         if getattr(trainer, "tools", None):
-            raise ConfigError("The tools are rollout_func's: leave out GRPOTrainer(tools=…), whose loop would run too.")
+            raise ConfigError("Pass tools to rollout_func and not to GRPOTrainer(tools=…), whose loop would run too.")
         self._rollout = Rollout(
             engine=self._engine,
-            tools=self._tools,
+            **self._options,
             tokenizer=_tokenizer(trainer),
-            model_format=self._model_format,
             chat_template_kwargs=trainer.chat_template_kwargs,
-            limits=limits_of(self._limits, trainer.args),
-            sampling_params=sampling_params_of(self._sampling_params, trainer.args, self._engine.logprobs_of),
-            rewards=self._rewards,
+            limits=resolve_limits(self._limits, trainer.args),
+            sampling_params=resolve_sampling_params(self._sampling_params, trainer.args, self._engine.logprobs_mode),
         )
-        self._thread = LoopThread()
-        self._thread.run(self._rollout.__aenter__())
+        self._thread = EventLoopThread("toolroll-rollouts", uvloop.new_event_loop)
         atexit.register(self.close)
         assert self._rollout.rendering is not None
         if self._data_dir is not None:
-            several = trainer.accelerator.num_processes > 1
-            name = f"rank-{trainer.accelerator.process_index}" if several else None
+            is_distributed = trainer.accelerator.num_processes > 1
+            name = f"rank-{trainer.accelerator.process_index}" if is_distributed else None
             self._writer = RecordWriter(self._data_dir, writer=name, decode=self._rollout.rendering.decode)
-        if self._brings_weights:
-            self._bring_the_last(trainer)
+        if self._weights.directory is not None:
+            self._update_weights_at_end(trainer)
         return self._rollout, self._thread
 
-    # Weights
-
-    def _bring_weights(self, trainer: Any) -> None:
-        """Where the engine hasn't the trainer's weights, it gets them. All processes do this, or none."""
-        step = trainer.state.global_step
-        if not self._weights.behind(step):
-            return
-        rollout, thread = self._begin(trainer)
-        self._weights.save(trainer)
-        if trainer.accelerator.is_main_process:
-            thread.run(self._weights.give(rollout, step))
-        trainer.accelerator.wait_for_everyone()
-        self._weights.given(step)
-
-    def _bring_the_last(self, trainer: Any) -> None:
-        """When training ends, the engine has what came of it."""
+    def _update_weights_at_end(self, trainer: Any) -> None:
         from transformers import TrainerCallback
 
-        class BringsTheLast(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        class FinalWeightsCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             def on_train_end(callback, *args: Any, **kwargs: Any) -> None:  # noqa: N805
-                self._bring_weights(trainer)
+                self._weights.update(trainer, *self._start(trainer))
 
-        trainer.add_callback(BringsTheLast())
+        trainer.add_callback(FinalWeightsCallback())
 
-    def _count_stale(self, fields: Sequence[dict[str, Any]], step: int, trainer: Any) -> None:
-        judged = self._brings_weights or not getattr(trainer, "use_vllm", False)  # TRL sees to vLLM's itself
-        for one in fields:
-            one["stale_tokens"] = self._weights.stale(one["weights"], step) if judged else None
-        stale = sum(one["stale_tokens"] or 0 for one in fields)
-        anywhere = bool(stale)
-        if trainer.accelerator.num_processes > 1:
-            from accelerate.utils import gather_object
-
-            anywhere = any(gather_object([anywhere]))
-        if anywhere:
-            self._weights.were_stale(stale, sum(sum(one["weights"].values()) for one in fields), step)
-
-    # Prompts
-
-    def _read(self, prompts: Sequence[Any], trainer: Any) -> list[tuple[Prompt, int]]:
-        """The prompts with what else their rows have, and which sample of its group each is."""
-        training = trainer.model.training
-        most = trainer.num_generations if training else trainer.num_generations_eval
+    def _read_prompts(self, prompts: Sequence[Any], trainer: Any) -> list[tuple[Prompt, int]]:
+        """Return each prompt with the other columns of its row, and its sample number within its group."""
+        is_training = trainer.model.training
+        group_size = trainer.num_generations if is_training else trainer.num_generations_eval
         first = trainer.accelerator.process_index * len(prompts)
-        name = "train_dataset" if training else "eval_dataset"
-        rows = self._rows.setdefault(name, Rows(getattr(trainer, name)))
-        read = []
+        name = "train_dataset" if is_training else "eval_dataset"
+        rows = self._rows.setdefault(name, DatasetRows(getattr(trainer, name)))
+        requests = []
         for number, prompt in enumerate(prompts, first):
             if isinstance(prompt, str):
                 raise ConfigError(
-                    f"The prompt {prompt!r:.60} is a text, and a model that calls tools is asked by messages. Give "
-                    "the data set's prompts as [{'role': 'user', 'content': …}]."
+                    f"The prompt {prompt!r:.60} is text. Tool calling needs messages: use prompts such as "
+                    "[{'role': 'user', 'content': '…'}] in the dataset."
                 )
-            others = {key: value for key, value in rows.of(prompt).items() if key not in OTHERS}
-            group = str(number // most)
-            asked = Prompt.read({**others, "messages": plain(prompt), "group": group}, group)
-            read.append((asked, number % most))
-        return read
+            columns = {key: value for key, value in rows.columns_for(prompt).items() if key not in RESERVED_COLUMNS}
+            group = str(number // group_size)
+            request = Prompt.read({**columns, "messages": without_nulls(prompt), "group": group}, group)
+            requests.append((request, number % group_size))
+        return requests
 
-    def _warn_of(self, fields: Sequence[Mapping[str, Any]], trainer: Any) -> None:
-        """Say how many are left out; and, once, what TRL makes of that by some of its losses."""
-        left_out = [one["left_out"] for one in fields if one["left_out"] is not None]
-        if not left_out:
+    def _warn_about_excluded(self, fields: Sequence[Mapping[str, Any]], trainer: Any) -> None:
+        reasons = [one["left_out"] for one in fields if one["left_out"] is not None]
+        if not reasons:
             return
-        logger.warning("%d of %d samples are left out. The first: %s", len(left_out), len(fields), left_out[0])
-        loss = trainer.args.loss_type
-        if loss in BY_ROWS and not self._warned:
-            self._warned = True
+        logger.warning("%d of %d samples are excluded. Reason of the first: %s", len(reasons), len(fields), reasons[0])
+        loss_type = trainer.args.loss_type
+        if loss_type in LOSSES_AVERAGED_OVER_ROWS and not self._warned_about_loss:
+            self._warned_about_loss = True
             logger.warning(
-                "loss_type=%s: TRL divides by the number of rows, so what is learnt from the others is smaller by the "
-                "share of those left out. With 'dapo' or 'bnpo' it isn't.",
-                loss,
+                "loss_type=%s divides by the number of rows, so excluded samples reduce the gradient of the others in "
+                "proportion. 'dapo' and 'bnpo' do not.",
+                loss_type,
             )
 
 
 def _tokenizer(trainer: Any) -> Any:
-    """The trainer's, which may be within a processor."""
+    """Return the trainer's tokenizer, which may be part of a processor."""
     return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
 
 
-async def _all(rollout: Rollout, asked: Sequence[tuple[Prompt, int]]) -> list[Trajectory]:
-    return await asyncio.gather(*(rollout.sample(prompt, sample=sample) for prompt, sample in asked))
+async def _sample_all(rollout: Rollout, requests: Sequence[tuple[Prompt, int]]) -> list[Trajectory]:
+    return await asyncio.gather(*(rollout.sample(prompt, sample=sample) for prompt, sample in requests))

@@ -1,17 +1,16 @@
-"""verl: our rollout loop as an agent loop of its, and what its trainer needs to leave a damaged sample out.
+"""Adapter for verl 0.8 and 0.9: toolroll's rollouts as an agent loop, and advantage estimators for excluded samples.
 
     actor_rollout_ref.model.external_lib=toolroll.integrations.verl
     actor_rollout_ref.rollout.agent.default_agent_loop=toolroll
 
-Importing this registers the agent loop `toolroll` (agent_loop.py) and the advantage estimators `toolroll_grpo` and so
-on (advantage.py) with verl. It promises:
+Importing this package registers the agent loop `toolroll` and the advantage estimators `toolroll_grpo` etc. with verl.
 
-- A sample that the infrastructure damaged adds nothing to the loss, nor to any baseline. Where verl's trainer can do
-  without it (those on TransferQueue), it isn't there. Where the trainer needs a row for each sample, the row is masked,
-  and the estimators here set it aside; with another estimator of a group's the run ends before it begins.
-- All else is as in our own rollouts: the loop is the same one (toolroll/rollout/loop.py).
+Invariants:
 
-verl 0.8 and 0.9.
+- A sample with an infra fault contributes neither to the loss nor to a baseline. verl's trainers on TransferQueue do
+  not receive it. Trainers that need a row for each sample receive a masked row, which the estimators of this package
+  exclude; with another group-based estimator the run does not start.
+- Trajectories are the same as those of `toolroll.Rollout`.
 """
 
 from importlib.util import find_spec

@@ -1,13 +1,13 @@
-"""Advantages that set a damaged sample aside: verl's own estimators, over the rows that there is something to learn in.
+"""Advantage estimators that exclude masked rows: verl's estimators, applied to the other rows.
 
-    algorithm.adv_estimator=toolroll_grpo      # in place of grpo
+    algorithm.adv_estimator=toolroll_grpo      # instead of grpo
 
-verl's older trainer (`main_ppo` of 0.8, `trainer.use_v1=False` in 0.9) needs a row for each sample, and a score for
-each row. Of a damaged sample the row is masked, which keeps it out of the loss; but its score would still count in the
-baseline of its group. Here rows with nothing to learn in are taken out before the estimator sees them: for the others
-the result is the very same as if these had never been sampled. Their own advantages are 0.
+verl's older trainer (`main_ppo` of 0.8, `trainer.use_v1=False` in 0.9) needs a row and a score for each sample. The row
+of an excluded sample is masked, which excludes it from the loss, but its score would still affect the baseline of its
+group. These estimators remove masked rows before they call verl's. For the other rows the result is identical to that
+of a batch without the excluded samples. The advantages of masked rows are 0.
 
-verl's newer trainers don't need it: there, what is damaged isn't in the batch.
+verl's newer trainers do not need them, because their batches do not contain excluded samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from toolroll.errors import ConfigError
 
 PREFIX = "toolroll_"
-WRAPPED = (
+WRAPPED_ESTIMATORS = (
     "grpo",
     "grpo_vectorized",
     "grpo_passk",
@@ -29,69 +29,74 @@ WRAPPED = (
     "gpg",
     "reinforce_plus_plus_baseline",
 )
-"""Estimators by groups that verl calls with rewards, mask and groups, and nothing else."""
-OTHER_GROUPED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
-"""Those that it calls with more, which ones of ours wouldn't get."""
+"""Group-based estimators that verl calls with rewards, mask and groups only."""
+UNSUPPORTED_ESTIMATORS = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Group-based estimators that verl calls with further arguments, which a wrapper would not receive."""
+
+_NEWER_TRAINER = "verl's newer trainer (trainer.use_v1=True in 0.9, verl.trainer.main_ppo_sync in 0.8)"
 
 Estimator = Callable[..., tuple[Any, Any]]
 
 
 def register_estimators() -> None:
-    """Make them known to verl, in this process. verl calls them in its trainer's."""
+    """Register the estimators with verl in this process. verl calls them in the trainer's process."""
     from verl.trainer.ppo import core_algos
 
-    for name in WRAPPED:
+    for name in WRAPPED_ESTIMATORS:
         if name in core_algos.ADV_ESTIMATOR_REGISTRY and PREFIX + name not in core_algos.ADV_ESTIMATOR_REGISTRY:
-            estimator = set_aside(core_algos.get_adv_estimator_fn(name), reads_norm=name == "grpo")
+            estimator = exclude_masked_rows(core_algos.get_adv_estimator_fn(name), reads_norm=name == "grpo")
             core_algos.register_adv_est(PREFIX + name)(estimator)
 
 
-def set_aside(estimator: Estimator, *, reads_norm: bool = False) -> Estimator:
-    """An estimator over the rows that there is something to learn in. All others have advantages and returns of 0.
+def exclude_masked_rows(estimator: Estimator, *, reads_norm: bool = False) -> Estimator:
+    """Return an estimator that ignores rows without a token to train on.
 
-    `reads_norm`: verl's trainer tells GRPO `norm_adv_by_std_in_grpo` by itself, but no other.
+    Args:
+        estimator: Estimator of verl.
+        reads_norm: Whether to read `norm_adv_by_std_in_grpo` from the config, which verl's trainer passes only to
+        `grpo`.
+
+    Returns:
+        An estimator whose advantages and returns of masked rows are 0.
     """
 
     @wraps(estimator)
-    def over_the_rest(
-        token_level_rewards: Any, response_mask: Any, index: Any = None, config: Any = None, **more: Any
+    def wrapper(
+        token_level_rewards: Any, response_mask: Any, index: Any = None, config: Any = None, **kwargs: Any
     ) -> tuple[Any, Any]:
         import torch
 
         if reads_norm and config is not None:
-            more.setdefault("norm_adv_by_std_in_grpo", config.get("norm_adv_by_std_in_grpo", True))
+            kwargs.setdefault("norm_adv_by_std_in_grpo", config.get("norm_adv_by_std_in_grpo", True))
         kept = response_mask.sum(dim=-1) > 0
-        advantages = torch.zeros_like(token_level_rewards)
-        returns = torch.zeros_like(token_level_rewards)
+        advantages, returns = torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards)
         if bool(kept.any()):
-            groups = {} if index is None else {"index": index[kept.cpu().numpy()]}
-            found = estimator(
-                token_level_rewards=token_level_rewards[kept],
-                response_mask=response_mask[kept],
-                config=config,
-                **groups,
-                **more,
-            )
-            advantages[kept], returns[kept] = found[0].to(advantages.dtype), found[1].to(returns.dtype)
+            if index is not None:
+                kwargs["index"] = index[kept.cpu().numpy()]
+            rows = {"token_level_rewards": token_level_rewards[kept], "response_mask": response_mask[kept]}
+            kept_advantages, kept_returns = estimator(**rows, config=config, **kwargs)
+            advantages[kept], returns[kept] = kept_advantages.to(advantages.dtype), kept_returns.to(returns.dtype)
         return advantages, returns
 
-    return over_the_rest
+    return wrapper
 
 
 def check_estimator(algorithm: Mapping[str, Any]) -> None:
-    """Where each sample must have a row: refuse an estimator by which a damaged one would count in its group."""
+    """Reject an estimator with which excluded samples would affect the baseline of their group.
+
+    Args:
+        algorithm: verl's config under `algorithm`.
+
+    Raises:
+        ConfigError: If the estimator is group-based and not one of this module.
+    """
     name = str(getattr(algorithm["adv_estimator"], "value", algorithm["adv_estimator"]))
-    if name in WRAPPED:
-        raise ConfigError(
-            f"algorithm.adv_estimator={name}: this trainer of verl's needs a row for each sample, and the row of one "
-            f"that the infrastructure damaged would count in its group's baseline. Set "
-            f"algorithm.adv_estimator={PREFIX}{name} and, in the environment, "
-            "VERL_USE_EXTERNAL_MODULES=toolroll.integrations.verl; or take verl's newer trainer "
-            "(trainer.use_v1=True in 0.9, verl.trainer.main_ppo_sync in 0.8), which does without."
-        )
-    if name in OTHER_GROUPED:
-        raise ConfigError(
-            f"algorithm.adv_estimator={name}: this trainer of verl's needs a row for each sample, and the row of one "
-            "that the infrastructure damaged would count in a baseline. Take verl's newer trainer "
-            "(trainer.use_v1=True in 0.9, verl.trainer.main_ppo_sync in 0.8), which does without."
-        )
+    if name not in (*WRAPPED_ESTIMATORS, *UNSUPPORTED_ESTIMATORS):
+        return
+    variable = "VERL_USE_EXTERNAL_MODULES=toolroll.integrations.verl"
+    wrapper = f"Set algorithm.adv_estimator={PREFIX}{name} and the environment variable {variable}, or use"
+    raise ConfigError(
+        f"algorithm.adv_estimator={name}: this trainer needs a row for each sample, and the rows of samples with an "
+        "infra fault would affect the baseline of their group. "
+        f"{wrapper if name in WRAPPED_ESTIMATORS else 'Use'} {_NEWER_TRAINER}."
+    )

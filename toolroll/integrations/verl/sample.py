@@ -1,25 +1,24 @@
-"""What verl gets of a trajectory: token rows, fields beside them, and whether it is to learn from it at all.
+"""Conversion of a trajectory to the token rows and fields that verl expects.
 
-A row is split where the data set's prompt ends. Where a template wrote an earlier turn anew, there are several rows,
-each exact; what was written anew of earlier turns is part of the response then, and masked. Pure, and knows nothing of
-verl's classes.
+A row is split at the end of the dataset's prompt. If the conversation was re-rendered, there are several rows, each
+exact; the re-rendered turns are part of the response and masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from toolroll.errors import Fault
+from toolroll.integrations.summary import exclusion_reason, summary_fields
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sequence of tokens, as verl has it. Response, mask and log-probabilities are of one length."""
+class TokenRow:
+    """One token sequence in verl's form. Response, mask and log-probabilities have the same length."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -27,76 +26,83 @@ class Row:
     response_logprobs: list[float] | None
 
 
-def why_left_out(trajectory: Trajectory, *, scored: bool = False) -> str | None:
-    """Why there is nothing to learn from a trajectory; None where there is.
+def left_out_reason(trajectory: Trajectory, *, needs_reward: bool = False) -> str | None:
+    """Return the reason why a trajectory is excluded from the loss, or None if it is not.
 
-    `scored`: whether the trajectory's own total is to be its score.
+    Args:
+        trajectory: The trajectory.
+        needs_reward: Whether the agent loop computes the score.
     """
-    if trajectory.outcome == "infra":
-        return trajectory.error or f"it ended as {trajectory.finish_reason}"
-    if not any(any(stream.mask) for stream in _streams(trajectory)):
-        return trajectory.error or f"the model had written nothing when it ended ({trajectory.finish_reason})"
-    if scored and trajectory.rewards.total is None:
-        return "the reward function could not say what it is worth"
-    return None
+    return exclusion_reason(trajectory, _streams(trajectory), needs_reward=needs_reward)
 
 
-def rows_of(trajectory: Trajectory, *, response_length: int, logprobs: bool) -> list[Row]:
-    """All rows, the last one last. A tool's answer that didn't fit any more is cut off."""
+def token_rows(trajectory: Trajectory, *, response_length: int, logprobs: bool) -> list[TokenRow]:
+    """Return all rows in order. Tool responses that exceed `response_length` are truncated.
+
+    Args:
+        trajectory: The trajectory.
+        response_length: Maximum length of a response.
+        logprobs: Whether to include log-probabilities.
+    """
     streams = _streams(trajectory)
-    begin = streams[0].prompt_length
-    return [_row(stream, min(begin, stream.prompt_length), response_length, logprobs) for stream in streams]
+    prompt_end = streams[0].prompt_length
+    return [_row(stream, min(prompt_end, stream.prompt_length), response_length, logprobs) for stream in streams]
 
 
-def masked_row(trajectory: Trajectory, *, prompt_length: int, response_length: int, logprobs: bool, filler: int) -> Row:
-    """The last row, with nothing to learn from in it. None of its parts is empty: verl can't pad what isn't there."""
-    row = rows_of(trajectory, response_length=response_length, logprobs=logprobs)[-1]
+def masked_row(row: TokenRow, *, prompt_length: int, filler: int) -> TokenRow:
+    """Return a row with all tokens masked. No part of it is empty, because verl cannot pad empty sequences.
+
+    Args:
+        row: The row.
+        prompt_length: Maximum length of a prompt.
+        filler: Token id that replaces an empty prompt or response.
+    """
     response = row.response_ids or [filler]
-    zeros = [0.0] * len(response)
-    return Row(
-        prompt_ids=row.prompt_ids[-prompt_length:] or [filler],
-        response_ids=response,
-        response_mask=[0] * len(response),
-        response_logprobs=(row.response_logprobs or zeros) if logprobs else None,
-    )
+    logprobs = None if row.response_logprobs is None else row.response_logprobs or [0.0]
+    return TokenRow(row.prompt_ids[-prompt_length:] or [filler], response, [0] * len(response), logprobs)
 
 
-def fields_of(trajectory: Trajectory, left_out: str | None) -> dict[str, Any]:
-    """What a reward function finds in `extra_info`, and a trainer in the batch."""
-    rewards, calls = trajectory.rewards, trajectory.calls
+def sample_fields(trajectory: Trajectory, left_out: str | None) -> dict[str, Any]:
+    """Return the fields that reward functions receive in `extra_info` and trainers in the batch.
+
+    Args:
+        trajectory: The trajectory.
+        left_out: Reason why the trajectory is excluded, or None.
+    """
+    rewards = trajectory.rewards
     return {
         "turn_scores": list(rewards.steps),
-        "tool_rewards": [call.reward for call in calls if call.reward is not None],
+        "tool_rewards": [call.reward for call in trajectory.calls if call.reward is not None],
         "toolroll": {
+            **summary_fields(trajectory, left_out),
             "request_id": trajectory.request_id,
-            "left_out": left_out,
-            "finish_reason": str(trajectory.finish_reason),
             "outcome": trajectory.outcome,
             "fidelity": str(trajectory.fidelity),
             "tools": dict(rewards.tools),
             "total": rewards.total,
-            "calls": len(calls),
-            "policy_faults": sum(call.fault is Fault.POLICY for call in calls),
-            "infra_faults": sum(call.fault is Fault.INFRA for call in calls),
-            "seconds": trajectory.seconds,
         },
     }
 
 
-def turns_of(trajectory: Trajectory, prompt_messages: int) -> int:
-    """As verl counts them: the user's, each of the model's, and the tools' after it."""
+def count_turns(trajectory: Trajectory, prompt_messages: int) -> int:
+    """Return the number of turns as verl counts them: one for the prompt, and one for each change of role after it.
+
+    Args:
+        trajectory: The trajectory.
+        prompt_messages: Number of messages in the prompt.
+    """
     return 1 + len(list(groupby(message.role for message in trajectory.messages[prompt_messages:])))
 
 
-def seconds_of(trajectory: Trajectory) -> tuple[float, float]:
-    """Spent by the servers, and by the tools: of calls that ran at once, the longest."""
-    generating = sum(turn.timings.total for turn in trajectory.turns)
+def generation_and_tool_seconds(trajectory: Trajectory) -> tuple[float, float]:
+    """Return the time spent by the servers and by the tools. Of concurrent calls, the longest counts."""
+    generation = sum(turn.timings.total for turn in trajectory.turns)
     by_turn = groupby(trajectory.calls, lambda call: call.turn)
-    return generating, sum(max(call.seconds for call in calls) for _, calls in by_turn)
+    return generation, sum(max(call.seconds for call in calls) for _, calls in by_turn)
 
 
-def clean_kwargs(tools_kwargs: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """A row's `tools_kwargs` without what Parquet put in: it gives every row the keys of all rows, as None."""
+def without_null_kwargs(tools_kwargs: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Return a row's `tools_kwargs` without nulls, which Parquet adds to rows that lack a key."""
     return {
         tool: {kind: dict(values) for kind, values in kinds.items() if values is not None}
         for tool, kinds in (tools_kwargs or {}).items()
@@ -104,15 +110,15 @@ def clean_kwargs(tools_kwargs: Mapping[str, Any] | None) -> dict[str, dict[str, 
     }
 
 
-def _streams(trajectory: Trajectory) -> Sequence[TokenStream]:
+def _streams(trajectory: Trajectory) -> list[TokenStream]:
     return [*trajectory.earlier, trajectory.tokens]
 
 
-def _row(stream: TokenStream, begin: int, longest: int, logprobs: bool) -> Row:
-    end = begin + longest
-    return Row(
-        prompt_ids=stream.ids[:begin].tolist(),
-        response_ids=stream.ids[begin:end].tolist(),
-        response_mask=list(stream.mask[begin:end]),
-        response_logprobs=stream.logprobs[begin:end].tolist() if logprobs else None,
+def _row(stream: TokenStream, prompt_end: int, response_length: int, logprobs: bool) -> TokenRow:
+    end = prompt_end + response_length
+    return TokenRow(
+        prompt_ids=stream.ids[:prompt_end].tolist(),
+        response_ids=stream.ids[prompt_end:end].tolist(),
+        response_mask=list(stream.mask[prompt_end:end]),
+        response_logprobs=stream.logprobs[prompt_end:end].tolist() if logprobs else None,
     )

@@ -1,10 +1,10 @@
-"""ServerEngine: verl's inference servers as a TokenEngine, for one trajectory.
+"""VerlServerEngine: verl's inference servers as a TokenEngine, for one trajectory.
 
-It asks verl's own client (`LLMServerClient`, or the one of its asynchronous trainers, which goes on by itself after a
-change of weights), so load balancing and stickiness are verl's. verl has no way to stop one request: a call that is
-aborted ends at once and without ids, with that as its problem, and what the server goes on to sample is nobody's.
+Requests are sent by verl's client (`LLMServerClient`, or that of its asynchronous trainers, which resumes generations
+after a weight update), so load balancing and server affinity are verl's. verl cannot abort a single request: an aborted
+call returns immediately, without ids and with a `problem`, and the server's further output is discarded.
 
-What verl wants to know of a trajectory's generations beside their tokens is kept here.
+The engine also collects the statistics that verl expects for a trajectory.
 """
 
 from __future__ import annotations
@@ -12,42 +12,43 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from toolroll.errors import EngineRefused, EngineUnavailable
-from toolroll.rollout.engines.engine import Finish, Generation, SamplingParams, Timings
-from toolroll.rollout.engines.sampling import paired
+from toolroll.rollout.engines.base import FinishType, Generation, GenerationTimings, LogprobsMode, SamplingParams
+from toolroll.rollout.engines.sampling import align_logprobs
 
-WITHOUT_DEADLINE = 3600.0
-NOT_TOLD = "verl's server can't be told to stop: what it had sampled by the deadline isn't known."
-COUNTED = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
-"""What a server that decodes speculatively counts, to be summed over the turns."""
+DEFAULT_GENERATION_TIMEOUT_S = 3600.0
+"""Timeout of a call without a deadline."""
+ABORT_PROBLEM = "verl's server cannot abort a request, so the tokens that it sampled until the deadline are unknown."
+SPECULATION_COUNTERS = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
+"""Counters of speculative decoding, which are summed over the turns."""
 
 
-class ServerEngine:
-    """One trajectory's way to the servers.
+class VerlServerEngine:
+    """Engine of one trajectory.
 
     Args:
-        servers: verl's client: `generate(request_id, *, prompt_ids, sampling_params)`.
-        session: By which the client knows the trajectory; its calls go to one server.
-        logprobs_of: What the server's log-probabilities are of.
+        client: verl's client, with `generate(request_id, *, prompt_ids, sampling_params)`.
+        session_id: Id that the client receives as request id. All calls with one id are sent to the same server.
+        logprobs_mode: Kind of log-probabilities that the server returns.
 
     Attributes:
-        steps: The first and the last version of the weights that sampled, as verl counts them; None where unknown.
-        preempted: How often the server put a call off; None where it doesn't say.
-        routed_experts: Which experts the last call's tokens went to, where the server tells.
-        counted: See COUNTED.
+        steps: First and last weight version that sampled, as verl counts them, or None if unknown.
+        preempted: Number of preemptions by the server, or None if it does not report them.
+        routed_experts: Experts of the last call's tokens, if the server reports them.
+        counters: Sums of `SPECULATION_COUNTERS`.
     """
 
-    def __init__(self, servers: Any, session: str, logprobs_of: Literal["scaled", "raw"] = "scaled") -> None:
-        self.logprobs_of: Literal["scaled", "raw"] = logprobs_of
+    def __init__(self, client: Any, session_id: str, logprobs_mode: LogprobsMode = "processed_logprobs") -> None:
+        self.logprobs_mode: LogprobsMode = logprobs_mode
         self.steps: tuple[int | None, int | None] = (None, None)
         self.preempted: int | None = None
         self.routed_experts: Any = None
-        self.counted: dict[str, int] = {}
-        self._servers = servers
-        self._session = session
-        self._aborts: dict[str, asyncio.Event] = {}
+        self.counters: dict[str, int] = {}
+        self._client = client
+        self._session_id = session_id
+        self._calls: dict[str, asyncio.Future[Any]] = {}
 
     async def generate(
         self,
@@ -56,108 +57,116 @@ class ServerEngine:
         sampling_params: SamplingParams,
         *,
         deadline: float | None = None,
-        affinity: str | None = None,  # there is one trajectory
+        affinity: str | None = None,
     ) -> Generation:
-        """Sample. The parameters are those of verl's agent loops: `logprobs` says whether they are wanted."""
-        began = time.monotonic()
-        stops = list(sampling_params.get("stop_token_ids") or ())
-        params = {**sampling_params, "stop_token_ids": stops}
-        left = WITHOUT_DEADLINE if deadline is None else deadline - began
-        answer = await self._ask(request_id, prompt_ids, params, left)
-        timings = Timings(total=time.monotonic() - began)
-        if answer is None:
-            return Generation(ids=[], logprobs=[], finish=Finish.ABORT, problem=NOT_TOLD, timings=timings)
-        self._note(answer)
-        ids = [int(number) for number in answer.token_ids]
-        finish = finish_of(answer.stop_reason, ids, stops)
-        told = answer.extra_fields or {}
-        version, _ = _versions(told)
-        return Generation(
-            ids=ids,
-            logprobs=_logprobs(answer.log_probs, ids, finish, wanted=bool(sampling_params.get("logprobs"))),
-            finish=finish,
-            weight_version=None if version is None else str(version),
-            timings=Timings(total=timings.total, cached_tokens=told.get("num_cached_tokens")),
-        )
+        """Sample from the model.
+
+        Args:
+            request_id: Id for `abort`.
+            prompt_ids: Token ids of the prompt.
+            sampling_params: Parameters as in verl's agent loops. `logprobs` is a boolean.
+            deadline: Deadline on the clock of `time.monotonic()`.
+            affinity: Ignored, because the engine serves one trajectory.
+
+        Returns:
+            The sampled tokens.
+
+        Raises:
+            EngineUnavailable: If the server failed or did not respond by the deadline.
+            EngineRefused: If the server rejected the request.
+        """
+        start = time.monotonic()
+        stop_ids = list(sampling_params.get("stop_token_ids") or ())
+        params = {**sampling_params, "stop_token_ids": stop_ids}
+        timeout_s = DEFAULT_GENERATION_TIMEOUT_S if deadline is None else deadline - start
+        output = await self._request(request_id, list(prompt_ids), params, timeout_s)
+        duration = time.monotonic() - start
+        if output is None:
+            timings = GenerationTimings(total=duration)
+            return Generation(ids=[], logprobs=[], finish=FinishType.ABORT, problem=ABORT_PROBLEM, timings=timings)
+        extra = output.extra_fields or {}
+        version = self._collect_statistics(output, extra)
+        ids = [int(number) for number in output.token_ids]
+        finish = finish_type(output.stop_reason, ids, stop_ids)
+        logprobs = _logprobs(output.log_probs, ids, finish) if sampling_params.get("logprobs") else None
+        timings = GenerationTimings(total=duration, cached_tokens=extra.get("num_cached_tokens"))
+        return Generation(ids=ids, logprobs=logprobs, finish=finish, weight_version=version, timings=timings)
 
     async def abort(self, request_id: str) -> None:
-        """Stop a call. It ends as ABORT, without ids. One that isn't there is no error."""
-        if event := self._aborts.get(request_id):
-            event.set()
+        """End a call with `FinishType.ABORT` and without ids. Does nothing if the call does not exist."""
+        if call := self._calls.get(request_id):
+            call.cancel()
 
     async def close(self) -> None:
-        """The client is verl's."""
+        """Do nothing: the client belongs to verl."""
 
-    async def _ask(
-        self, request_id: str, prompt_ids: Sequence[int], params: dict[str, Any], seconds: float
-    ) -> Any | None:
-        """The server's answer; None if it was aborted before there was one."""
-        aborted = self._aborts[request_id] = asyncio.Event()
-        call = asyncio.ensure_future(
-            self._servers.generate(request_id=self._session, prompt_ids=list(prompt_ids), sampling_params=params)
+    async def _request(self, request_id: str, prompt_ids: list[int], params: dict[str, Any], timeout_s: float) -> Any:
+        """Return the server's output, or None if the call was aborted."""
+        call = self._calls[request_id] = asyncio.ensure_future(
+            self._client.generate(request_id=self._session_id, prompt_ids=prompt_ids, sampling_params=params)
         )
-        stop = asyncio.ensure_future(aborted.wait())
         try:
-            await asyncio.wait({call, stop}, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call}, timeout=max(0.0, timeout_s))
             if call.done():
-                return call.result()
-            if stop.done():
-                return None
-        except Exception as error:  # of verl's, of Ray's, or of the server's own: none is the model's doing
-            raise _fault(error) from error
+                return None if call.cancelled() else call.result()
+        except Exception as error:  # an error of verl, Ray or the server is never caused by the model
+            raise _to_infra_fault(error) from error
         finally:
-            for task in (call, stop):
-                task.cancel()
-            del self._aborts[request_id]
-        raise EngineUnavailable(f"verl's server gave no answer to {request_id} in {seconds:.0f} s.")
+            call.cancel()
+            del self._calls[request_id]
+        raise EngineUnavailable(f"verl's server did not respond to {request_id} within {timeout_s:.0f} s.")
 
-    def _note(self, answer: Any) -> None:
-        told = answer.extra_fields or {}
-        first, last = _versions(told)
-        self.steps = (
-            first if self.steps[0] is None else self.steps[0],
-            self.steps[1] if last is None else last,
-        )
-        if answer.num_preempted is not None:
-            self.preempted = (self.preempted or 0) + answer.num_preempted
-        if answer.routed_experts is not None:
-            self.routed_experts = answer.routed_experts
-        for name in COUNTED:
-            if name in told:
-                self.counted[name] = self.counted.get(name, 0) + int(told[name])
+    def _collect_statistics(self, output: Any, extra: Mapping[str, Any]) -> str | None:
+        """Update the statistics of the trajectory, and return the first weight version that sampled."""
+        first, last = _weight_versions(extra)
+        self.steps = first if self.steps[0] is None else self.steps[0], self.steps[1] if last is None else last
+        if output.num_preempted is not None:
+            self.preempted = (self.preempted or 0) + output.num_preempted
+        if output.routed_experts is not None:
+            self.routed_experts = output.routed_experts
+        for name in SPECULATION_COUNTERS:
+            if name in extra:
+                self.counters[name] = self.counters.get(name, 0) + int(extra[name])
+        return None if first is None else str(first)
 
 
-def finish_of(reason: str | None, ids: Sequence[int], stops: Sequence[int]) -> Finish:
-    """Why the server stopped. SGLang says it; vLLM's "completed" may be either, and the last id tells."""
+def finish_type(reason: str | None, ids: Sequence[int], stop_ids: Sequence[int]) -> FinishType:
+    """Return the reason why the server stopped.
+
+    Args:
+        reason: verl's `stop_reason`. SGLang states the reason; for vLLM's "completed", the last id decides.
+        ids: Sampled token ids.
+        stop_ids: Stop tokens of the request.
+    """
     if reason in ("abort", "aborted"):
-        return Finish.ABORT
-    if reason == "stop" or (reason != "length" and bool(ids) and ids[-1] in stops):
-        return Finish.STOP
-    return Finish.LENGTH
+        return FinishType.ABORT
+    if reason == "stop" or (reason != "length" and bool(ids) and ids[-1] in stop_ids):
+        return FinishType.STOP
+    return FinishType.LENGTH
 
 
-def _logprobs(given: Sequence[float] | None, ids: list[int], finish: Finish, *, wanted: bool) -> list[float] | None:
-    if not wanted:
-        return None
-    if ids and not given:
-        raise EngineUnavailable("verl's server was asked for log-probabilities, and gave none.")
+def _logprobs(logprobs: Sequence[float] | None, ids: list[int], finish: FinishType) -> list[float]:
+    """Return the log-probabilities, truncating `ids` in place to the same length after an abort."""
+    if ids and not logprobs:
+        raise EngineUnavailable("verl's server returned no log-probabilities, although they were requested.")
     try:
-        _, logprobs = paired(ids, [float(value) for value in given or ()], finish)
+        _, aligned = align_logprobs(ids, [float(value) for value in logprobs or ()], finish)
     except ValueError as error:
-        raise EngineUnavailable(f"verl's server gave {error}.") from error
-    del ids[len(logprobs) :]
-    return logprobs
+        raise EngineUnavailable(f"verl's server returned {error}.") from error
+    del ids[len(aligned) :]
+    return aligned
 
 
-def _versions(told: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """The weights that sampled first and last. verl 0.8 tells one for both."""
-    one = told.get("global_steps")
-    first, last = told.get("min_global_steps"), told.get("max_global_steps")
-    return one if first is None else first, one if last is None else last
+def _weight_versions(extra: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the first and last weight version that sampled. verl 0.8 reports one version for both."""
+    version = extra.get("global_steps")
+    first, last = extra.get("min_global_steps"), extra.get("max_global_steps")
+    return version if first is None else first, version if last is None else last
 
 
-def _fault(error: Exception) -> EngineUnavailable | EngineRefused:
-    said = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no reason given'}"
-    if isinstance(error, ValueError):  # as from a server: the prompt is longer than the model's context
-        return EngineRefused(f"verl's server won't have this: {said:.300}")
-    return EngineUnavailable(f"verl's server failed: {said:.300}")
+def _to_infra_fault(error: Exception) -> EngineUnavailable | EngineRefused:
+    lines = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+    if isinstance(error, ValueError):  # for example a prompt that exceeds the model's context length
+        return EngineRefused(f"verl's server rejected the request: {reason:.300}")
+    return EngineUnavailable(f"verl's server failed: {reason:.300}")

@@ -1,1 +1,1 @@
-"""Inference engines: ids in, ids out."""
+"""Inference engines: clients that take the token ids of a prompt and return the sampled ids."""

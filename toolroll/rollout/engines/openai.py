@@ -1,37 +1,42 @@
-"""OpenAIEngine: asks any server that has OpenAI's `/v1/chat/completions`, text in and text out. For evaluation.
-
-engine = OpenAIEngine("http://127.0.0.1:30000", model="Qwen/Qwen3-8B")
-reply = await engine.chat("t7/0", [Message(role="user", content="Hello")], tools=[], sampling_params={})
-"""
+"""Chat engine for servers with OpenAI's `/v1/chat/completions`. For evaluation: trajectories contain no tokens."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import orjson
 from yarl import URL
 
-from toolroll.rollout.engines.call import Call
-from toolroll.rollout.engines.engine import Finish, Reply, SamplingParams
-from toolroll.rollout.engines.servers import MAX_CONNECTIONS, Servers, by, timings_of
-from toolroll.sandbox.protocol import scrub
+from toolroll._internal.text import replace_lone_surrogates_in_json
+from toolroll.http import HttpRequest
+from toolroll.rollout.engines.base import ChatReply, FinishType, SamplingParams
+from toolroll.rollout.engines.http_engine import MAX_CONNECTIONS, HttpEngine, retry_policy, timings_of
 from toolroll.schemas import JsonDict, Message
 
-FINISH = {"length": Finish.LENGTH, "abort": Finish.ABORT, "content_filter": Finish.ABORT}
-"""All others, `stop` and `tool_calls` and what a server made up itself, are STOP."""
+OPENAI_FINISH_TYPES = {"length": FinishType.LENGTH, "abort": FinishType.ABORT, "content_filter": FinishType.ABORT}
+"""All other finish reasons, such as `stop`, `tool_calls` and non-standard ones, are STOP."""
 
 
-class OpenAIEngine:
-    """Asks for messages, at one server or several. Any event loop may use it, and it pickles.
+class OpenAIEngine(HttpEngine):
+    """Chat engine for one or several OpenAI-compatible servers. Any event loop can use it, and it can be pickled.
 
     Args:
-        urls: As OpenAI's `base_url`. Where there is no path, it is `/v1`.
-        model: Its name at the server.
-        api_key: By default, what the environment has as OPENAI_API_KEY.
-        max_connections: Per server and event loop; more calls wait for one.
+        urls: Base URLs as in OpenAI's `base_url`. `/v1` is appended to URLs without a path.
+        model: Name of the model at the server.
+        api_key: API key. The environment variable `OPENAI_API_KEY` by default.
+        max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
+
+    Raises:
+        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+
+    Example:
+        async with OpenAIEngine("http://127.0.0.1:30000", model="Qwen/Qwen3-8B") as engine:
+            messages = [Message(role="user", content="Hello")]
+            reply = await engine.chat("t7/0", messages, tools=[], sampling_params={"max_new_tokens": 512})
+            print(reply.message.content)
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class OpenAIEngine:
         self.model = model
         bases = [_with_version(url) for url in ([urls] if isinstance(urls, str) else urls)]
         key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
-        self._servers = Servers(bases, token=key, max_connections=max_connections)
+        super().__init__(bases, token=key, max_connections=max_connections)
 
     async def chat(
         self,
@@ -56,64 +61,73 @@ class OpenAIEngine:
         *,
         deadline: float | None = None,
         affinity: str | None = None,
-    ) -> Reply:
-        """Ask for the next message.
+    ) -> ChatReply:
+        """Generate the next message of a conversation.
 
-        `sampling_params` are the server's own, but for `max_new_tokens`, which goes as `max_tokens`. For a server that
-        wants another name, such as `max_completion_tokens`, give that one.
+        Args:
+            request_id: Id of this call, for messages.
+            messages: Conversation so far.
+            tools: Schemas of the available tools.
+            sampling_params: Sampling parameters of the server. `max_new_tokens` is sent as `max_tokens`. If the server
+                expects another name, such as `max_completion_tokens`, use that name instead.
+            deadline: Time by which the call ends, on the clock of `time.monotonic()`. One hour by default.
+            affinity: Calls with the same affinity go to the same server.
+
+        Returns:
+            The message of the assistant.
+
+        Raises:
+            EngineUnavailable: If no server returned a message before the retries or the deadline were exhausted.
+            EngineRefused: If a message or a parameter is invalid.
         """
         params = dict(sampling_params)
-        if (most := params.pop("max_new_tokens", None)) is not None:
-            params["max_tokens"] = most
+        if (max_new_tokens := params.pop("max_new_tokens", None)) is not None:
+            params["max_tokens"] = max_new_tokens
         if tools:
             params["tools"] = list(tools)
 
         def body(attempt_id: str) -> dict[str, Any]:
-            return {"model": self.model, "messages": [_written(message) for message in messages], **params}
+            return {"model": self.model, "messages": [_to_wire(message) for message in messages], **params}
 
-        return await self._servers.ask(Call(request_id, "/chat/completions", body, _reply, by(deadline), affinity))
-
-    async def close(self) -> None:
-        """Close the connections of this event loop."""
-        await self._servers.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *why: object) -> None:
-        await self.close()
+        policy = retry_policy(deadline)
+        return await self._http.send(
+            HttpRequest("/chat/completions", _parse_reply, policy, body=body, name=request_id, affinity=affinity)
+        )
 
 
-def _written(message: Message) -> dict[str, Any]:
-    """A message for the wire, where arguments are text, and no text has half a character."""
-    written: JsonDict = scrub(message.model_dump(exclude_none=True))
-    for call in written.get("tool_calls", ()):
+def _to_wire(message: Message) -> dict[str, Any]:
+    """Return a message as JSON, with the arguments of tool calls as text and without lone surrogates."""
+    fields: JsonDict = replace_lone_surrogates_in_json(message.model_dump(exclude_none=True))
+    for call in fields.get("tool_calls", ()):
         if not isinstance(call["function"]["arguments"], str):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return written
+    return fields
 
 
-def _reply(answer: Any, call: Call[Any]) -> Reply:
-    choice = answer["choices"][0]
-    said = choice["message"]
-    calls = [{"id": one.get("id"), "function": _function(one["function"])} for one in said.get("tool_calls") or ()]
+def _parse_reply(content: bytes, request: HttpRequest[Any]) -> ChatReply:
+    response = orjson.loads(content)
+    choice = response["choices"][0]
+    fields = choice["message"]
+    calls = [
+        {"id": call.get("id"), "function": _parse_function(call["function"])} for call in fields.get("tool_calls") or ()
+    ]
     message = Message(
         role="assistant",
-        content=said.get("content"),
-        reasoning_content=said.get("reasoning_content") or said.get("reasoning"),
-        tool_calls=calls or None,  # type: ignore[arg-type]  # pydantic reads them
+        content=fields.get("content"),
+        reasoning_content=fields.get("reasoning_content") or fields.get("reasoning"),
+        tool_calls=calls or None,  # type: ignore[arg-type]  # pydantic converts them
     )
-    cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
-    finish = FINISH.get(choice.get("finish_reason"), Finish.STOP)
-    return Reply(message=message, finish=finish, timings=timings_of(call, cached_tokens=cached))
+    cached_tokens = ((response.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+    finish = OPENAI_FINISH_TYPES.get(choice.get("finish_reason"), FinishType.STOP)
+    return ChatReply(message=message, finish=finish, timings=timings_of(request, cached_tokens=cached_tokens))
 
 
-def _function(said: Any) -> dict[str, Any]:
-    """A call's function, as far as the model wrote one."""
-    arguments = said.get("arguments")
+def _parse_function(function: Any) -> dict[str, Any]:
+    """Return the function of a tool call, which the model may have left incomplete."""
+    arguments = function.get("arguments")
     if not isinstance(arguments, str | dict):
         arguments = "" if arguments is None else orjson.dumps(arguments).decode()
-    return {"name": said.get("name") or "", "arguments": arguments}
+    return {"name": function.get("name") or "", "arguments": arguments}
 
 
 def _with_version(url: str) -> str:

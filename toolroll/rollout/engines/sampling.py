@@ -1,4 +1,4 @@
-"""Sampling: what engines that take ids check before they ask, and how they read what they get, alike."""
+"""Validation of requests, and parsing of results, common to all token engines."""
 
 from __future__ import annotations
 
@@ -6,43 +6,74 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolroll.errors import EngineRefused
-from toolroll.rollout.engines.engine import Finish, SamplingParams
+from toolroll.rollout.engines.base import FinishType, Generation, SamplingParams
 
 
-def most_tokens(sampling_params: SamplingParams) -> int:
-    """How many tokens may be sampled. It must be said: each engine has a small default of its own."""
-    most = sampling_params.get("max_new_tokens")
-    if not isinstance(most, int) or most < 1:
+def check_sampling_params(sampling_params: SamplingParams) -> None:
+    """Check the parameters that all engines share. The engines have different, small defaults for `max_new_tokens`.
+
+    Raises:
+        EngineRefused: If `max_new_tokens` is missing or invalid, or several samples are requested.
+    """
+    max_new_tokens = sampling_params.get("max_new_tokens")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise EngineRefused(
-            f"max_new_tokens is {most!r}, where 1 is the least. Is the prompt as long as the context already?"
+            f"Invalid max_new_tokens: {max_new_tokens!r}. Expected at least 1. Check that the prompt does not fill the "
+            "context."
         )
     if sampling_params.get("n", 1) != 1:
-        raise EngineRefused(f"n is {sampling_params['n']!r}: ask once for each sample.")
-    return most
+        raise EngineRefused(f"Invalid n: {sampling_params['n']!r}. Send one request for each sample.")
 
 
-def check_ids(ids: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse a prompt that isn't one. An id outside the vocabulary ends here: some servers die of it."""
+def check_prompt_ids(ids: Sequence[int], vocab_size: int | None) -> None:
+    """Check a prompt before it is sent: ids outside the vocabulary crash some servers.
+
+    Raises:
+        EngineRefused: If the prompt is empty or contains an id outside the vocabulary.
+    """
     if not ids:
-        raise EngineRefused("The prompt is empty; an engine needs a token to go on from.")
-    least, most = min(ids), max(ids)
-    if least < 0 or (vocab_size is not None and most >= vocab_size):
-        wrong, last = least if least < 0 else most, "…" if vocab_size is None else vocab_size - 1
+        raise EngineRefused("The prompt is empty. An engine needs at least one token.")
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        invalid, last = lowest if lowest < 0 else highest, "…" if vocab_size is None else vocab_size - 1
         raise EngineRefused(
-            f"The prompt has the id {wrong}; the engine's go from 0 to {last}. Is the tokenizer the model's own?"
+            f"Invalid token id in the prompt: {invalid}. The vocabulary has ids from 0 to {last}. Check that the "
+            "tokenizer is that of the model."
         )
 
 
-def paired(ids: list[int], logprobs: list[float], finish: Finish) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of one length. Only an abort may come between the two."""
-    if len(ids) != len(logprobs) and finish is not Finish.ABORT:
+def align_logprobs(ids: list[int], logprobs: list[float], finish: FinishType) -> tuple[list[int], list[float]]:
+    """Return ids and log-probabilities, truncated to the same length after an abort.
+
+    Raises:
+        ValueError: If the lengths differ without an abort.
+    """
+    if len(ids) != len(logprobs) and finish is not FinishType.ABORT:
         raise ValueError(f"{len(ids)} ids, but {len(logprobs)} log-probabilities")
-    whole = min(len(ids), len(logprobs))
-    return ids[:whole], logprobs[:whole]
+    length = min(len(ids), len(logprobs))
+    return ids[:length], logprobs[:length]
 
 
-def weights_of(spans: Sequence[Mapping[str, Any]] | None, latest: str | None = None) -> dict[str, Any]:
-    """The weights that sampled a generation, as it has them: those of its first token, and where others took over."""
+def make_generation(ids: list[int], logprobs: list[float], finish: FinishType, **fields: Any) -> Generation:
+    """Return the generation of a server's response.
+
+    Args:
+        ids: Sampled ids.
+        logprobs: Log-probabilities, as in `align_logprobs`.
+        finish: Reason why the server stopped.
+        **fields: Further fields of the generation.
+    """
+    ids, logprobs = align_logprobs(ids, logprobs, finish)
+    return Generation(ids=ids, logprobs=logprobs, finish=finish, **fields)
+
+
+def weight_fields(spans: Sequence[Mapping[str, Any]] | None, latest: str | None = None) -> dict[str, Any]:
+    """Return the fields of a `Generation` about the weights.
+
+    Args:
+        spans: Start and version of each part of the generation, if the server reports them.
+        latest: Version at the end of the generation, used without spans.
+    """
     if not spans:
         return {"weight_version": latest}
     changes = tuple((int(span["start"]), str(span["version"])) for span in spans[1:])

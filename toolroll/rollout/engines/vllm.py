@@ -1,37 +1,52 @@
-"""VLLMEngine: samples by vLLM, ids in and ids out.
+"""Token engine for vLLM.
 
-Where the server has it (`vllm serve --enable-scale-out`), by `/inference/v1/generate`: what an aborted call has comes
-back with it, and the weights' version. Elsewhere by `/v1/completions`, where an aborted call ends without ids.
-
-The log-probabilities are the model's own at T = 1, before temperature and top_p, as is vLLM's default. A server with
-`--logprobs-mode processed_logprobs` gives those of the distribution that was sampled from: say so by `logprobs_of`.
+If the server has `/inference/v1/generate` (`vllm serve --enable-scale-out`), aborted calls return the ids sampled so
+far, and generations have the version of the weights. Otherwise the engine uses `/v1/completions`, where aborted calls
+return no ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
 
 from toolroll.errors import EngineRefused
-from toolroll.rollout.engines.call import Call, Notice
-from toolroll.rollout.engines.engine import Finish, Generation, SamplingParams
-from toolroll.rollout.engines.sampling import check_ids, most_tokens, paired, weights_of
-from toolroll.rollout.engines.servers import MAX_CONNECTIONS, Servers, by, timings_of
+from toolroll.http import AbortNotice, HttpRequest
+from toolroll.rollout.engines.base import FinishType, Generation, LogprobsMode, SamplingParams
+from toolroll.rollout.engines.http_engine import MAX_CONNECTIONS, HttpTokenEngine, timings_of
+from toolroll.rollout.engines.sampling import check_prompt_ids, make_generation, weight_fields
 
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.LENGTH}
-"""Text that repeats itself was cut off by the server, as a long one is: the model didn't end it."""
+VLLM_FINISH_TYPES = {
+    "stop": FinishType.STOP,
+    "length": FinishType.LENGTH,
+    "abort": FinishType.ABORT,
+    "repetition": FinishType.LENGTH,  # the server truncated a repetition, the model did not stop
+}
 
 
-class VLLMEngine:
-    """Samples by vLLM, at one server or several. Any event loop may use it, and it pickles.
+class VLLMEngine(HttpTokenEngine):
+    """Token engine for one or several vLLM servers. Any event loop can use it, and it can be pickled.
+
+    The sampling parameters are vLLM's, but with `max_new_tokens` instead of `max_tokens`.
 
     Args:
-        urls: Base URLs, e.g. `http://127.0.0.1:8000`.
-        model: Which of the served models, or adapters. By default the server's first.
-        logprobs_of: As the servers' `--logprobs-mode` has it: "raw", or "scaled" for processed ones.
-        vocab_size: Ids from it up are refused. By default vLLM refuses them itself.
-        token: The server's `--api-key`.
-        max_connections: Per server and event loop; more calls wait for one.
+        urls: Base URLs, such as `http://127.0.0.1:8000`.
+        model: Name of the served model or adapter. The server's first model by default.
+        logprobs_mode: The servers' `--logprobs-mode`: `raw_logprobs`, which is vLLM's default, for log-probabilities of
+            the model at temperature 1, or `processed_logprobs` for those of the distribution that was sampled from.
+        vocab_size: Size of the vocabulary. Prompts with other ids are rejected. By default the server checks them.
+        token: API key of the servers (`--api-key`).
+        max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
+
+    Raises:
+        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+
+    Example:
+        async with VLLMEngine("http://127.0.0.1:8000", logprobs_mode="processed_logprobs") as engine:
+            params = {"max_new_tokens": 512, "temperature": 1.0}
+            generation = await engine.generate("t7/0", prompt_ids, params, affinity="t7")
     """
 
     def __init__(
@@ -39,103 +54,69 @@ class VLLMEngine:
         urls: str | Sequence[str],
         *,
         model: str | None = None,
-        logprobs_of: Literal["scaled", "raw"] = "raw",
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         vocab_size: int | None = None,
         token: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        self.logprobs_of = logprobs_of
-        self._servers = Servers(urls, token=token, max_connections=max_connections)
-        self._vocab_size = vocab_size
+        super().__init__(urls, vocab_size=vocab_size, token=token, max_connections=max_connections)
+        self.logprobs_mode = logprobs_mode
         self._model = {} if model is None else {"model": model}
-        self._takes_tokens = True
-        """Whether the servers have `/inference/v1/generate`, until one says that it hasn't."""
+        self._has_tokens_api = True
+        """False after a server responded that it has no `/inference/v1/generate`."""
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        deadline: float | None = None,
-        affinity: str | None = None,
-    ) -> Generation:
-        """Sample. `sampling_params` are vLLM's own, but for `max_new_tokens`."""
-        most, until = most_tokens(sampling_params), by(deadline)
-        check_ids(prompt_ids, self._vocab_size)
-        params = {key: value for key, value in sampling_params.items() if key != "max_new_tokens"}
-        params |= {"max_tokens": most, "logprobs": 0, "skip_special_tokens": False}
+    async def _sample(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> Generation:
+        check_prompt_ids(prompt_ids, self._vocab_size)
+        params = {**params, "logprobs": 0, "skip_special_tokens": False}
+        params["max_tokens"] = params.pop("max_new_tokens")
 
-        def by_tokens(attempt_id: str) -> dict[str, Any]:
+        def tokens_body(attempt_id: str) -> dict[str, Any]:
             return {"request_id": attempt_id, **self._model, "token_ids": list(prompt_ids), "sampling_params": params}
 
-        def by_completion(attempt_id: str) -> dict[str, Any]:
+        def completions_body(attempt_id: str) -> dict[str, Any]:
             prompt = {"prompt": list(prompt_ids), "return_token_ids": True}
             return {"request_id": attempt_id, **self._model, **prompt, **params}
 
-        call = Call(request_id, "/v1/completions", by_completion, _completion, until, affinity)
-        if self._takes_tokens:
-            first = Call(request_id, "/inference/v1/generate", by_tokens, _generation, until, affinity, _abort)
+        completions_request = HttpRequest("/v1/completions", _parse_completion, body=completions_body, **options)
+        if self._has_tokens_api:
+            tokens_request = HttpRequest(
+                "/inference/v1/generate", _parse_tokens, body=tokens_body, abort_notice=_abort_notice, **options
+            )
             try:
-                return await self._servers.generate(first)
-            except EngineRefused as refusal:
-                if refusal.status != 404:
+                return await self._generate(tokens_request)
+            except EngineRefused as error:
+                if error.status != 404:
                     raise
-            self._takes_tokens, call.aborted = False, first.aborted
-        return await self._servers.generate(call)
+            self._has_tokens_api, completions_request.aborted = False, tokens_request.aborted
+        return await self._generate(completions_request)
 
-    async def abort(self, request_id: str) -> None:
-        """Stop a call. It ends with what it has, as ABORT. One that isn't there is no error."""
-        await self._servers.abort([request_id])
-
-    async def abort_many(self, request_ids: Collection[str]) -> None:
-        """The same for many at once."""
-        await self._servers.abort(request_ids, _abort)
-
-    async def context_length(self) -> int | None:
-        """How many ids a prompt and its answer may have together; None where the server doesn't say."""
-        return await self._servers.context_length()
-
-    async def health(self) -> dict[str, bool]:
-        """Which of the servers are up, by their URLs."""
-        return await self._servers.everywhere("/health")
-
-    async def close(self) -> None:
-        """Close the connections of this event loop."""
-        await self._servers.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *why: object) -> None:
-        await self.close()
+    def _abort_notices(self, attempt_ids: Sequence[str]) -> Iterable[tuple[Sequence[str], AbortNotice]]:
+        return [(attempt_ids, _abort_notice(*attempt_ids))]
 
 
-def _generation(answer: Any, call: Call[Any]) -> Generation:
-    [choice] = answer["choices"]
-    return _read(answer, choice, [entry["logprob"] for entry in choice["logprobs"]["content"] or ()], call)
+def _parse_tokens(content: bytes, request: HttpRequest[Any]) -> Generation:
+    response = orjson.loads(content)
+    [choice] = response["choices"]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
+    return _generation(response, choice, logprobs, request)
 
 
-def _completion(answer: Any, call: Call[Any]) -> Generation:
-    [choice] = answer["choices"]
+def _parse_completion(content: bytes, request: HttpRequest[Any]) -> Generation:
+    response = orjson.loads(content)
+    [choice] = response["choices"]
     if choice.get("token_ids") is None:
-        raise ValueError("no token_ids in it: is this vLLM too old to know return_token_ids?")
-    return _read(answer, choice, choice["logprobs"]["token_logprobs"], call)
+        raise ValueError("no token_ids. Update vLLM to a version that supports return_token_ids")
+    return _generation(response, choice, choice["logprobs"]["token_logprobs"], request)
 
 
-def _read(answer: Any, choice: Any, logprobs: list[float], call: Call[Any]) -> Generation:
-    finish = FINISH[choice["finish_reason"]]
-    ids, logprobs = paired(choice["token_ids"], logprobs, finish)
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return Generation(
-        ids=ids,
-        logprobs=logprobs,
-        finish=finish,
-        **weights_of(choice.get("weight_versions")),
-        endpoint=call.endpoint,
-        timings=timings_of(call, cached_tokens=details.get("cached_tokens")),
-    )
+def _generation(response: Any, choice: Any, logprobs: list[float], request: HttpRequest[Any]) -> Generation:
+    finish = VLLM_FINISH_TYPES[choice["finish_reason"]]
+    details = (response.get("usage") or {}).get("prompt_tokens_details") or {}
+    timings = timings_of(request, cached_tokens=details.get("cached_tokens"))
+    weights = weight_fields(choice.get("weight_versions"))
+    return make_generation(choice["token_ids"], logprobs, finish, endpoint=request.url, timings=timings, **weights)
 
 
-def _abort(*attempt_ids: str) -> Notice:
-    return "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{one}" for one in attempt_ids]}
+def _abort_notice(*attempt_ids: str) -> AbortNotice:
+    names = [f"generate-tokens-{attempt_id}" for attempt_id in attempt_ids]
+    return AbortNotice("/inference/v1/abort_requests", {"request_ids": names})

@@ -1,1 +1,1 @@
-"""The sandbox server: a front, warm interpreters behind it, one jail per execution."""
+"""Sandbox server: an HTTP application, zygote interpreters behind it, one jail per program."""

@@ -1,97 +1,126 @@
-"""The server as a whole: set up, listening, and taken down in order.
-
-async with Server(ServerSettings(port=0)) as server:
-    print(server.url, server.isolation.tier)
-"""
+"""The sandbox server: set-up, listening, shutdown."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import os
 import resource
-import subprocess
+import selectors
 from pathlib import Path
-from types import TracebackType
 
+import uvloop
 from aiohttp import web
 
 from toolroll.errors import ConfigError
-from toolroll.sandbox.server import languages, tier
-from toolroll.sandbox.server.front import Front
-from toolroll.sandbox.server.sandbox import Sandbox, Toolchains
+from toolroll.sandbox.protocol import max_wall_time
+from toolroll.sandbox.server.api.http_app import HttpApp
+from toolroll.sandbox.server.execution import isolation_tiers, languages
+from toolroll.sandbox.server.execution.executor import Executor, Toolchains
+from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
+from toolroll.sandbox.server.execution.languages import Toolchain
 from toolroll.sandbox.server.settings import ServerSettings
-from toolroll.sandbox.server.tier import Isolation
 
-logger = logging.getLogger(__name__)
+DRAIN_MARGIN_S = 60.0
+"""Time for running programs to end on shutdown, in addition to the maximum timeout."""
+KEEPALIVE_TIMEOUT_S = 75.0
+"""Time after which a connection without a request is closed. Clients send again on a new connection."""
+LISTEN_BACKLOG = 4096
+"""Connections that the kernel queues. Thousands of clients may connect at once; they wait in the admission queue."""
 
-DRAIN_WITHIN = 60.0
-"""Seconds that programs are given to end when the server does, beyond the longest time limit."""
 
+class SandboxServer:
+    """A sandbox server in this process. Use it as an async context manager.
 
-class Server:
-    """A sandbox server in this process."""
+    Args:
+        settings: Settings of the server.
+
+    Example:
+        ```python
+        async with SandboxServer(ServerSettings(port=0)) as server:
+            print(server.url, server.isolation.tier)
+        ```
+    """
+
+    url: str
+    """Address of the server, after it has started."""
+    isolation: IsolationTier
+    """Isolation of the programs."""
+    toolchains: Toolchains
+    """Toolchain of each language, or how to install it."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.url = ""
-        self.isolation: Isolation
-        self.toolchains: Toolchains = {}
         self._runner: web.AppRunner | None = None
 
-    async def __aenter__(self) -> Server:
-        """Set everything up, and listen. Raises ConfigError, with what to do, where that isn't possible."""
-        _allow_many_descriptors()
-        where = await asyncio.to_thread(prefixes, self.settings.python)
-        path = os.pathsep.join([str(Path(self.settings.python).parent), os.environ.get("PATH", os.defpath)])
-        self.toolchains = await asyncio.to_thread(languages.find_all, path, self.settings.python)
-        more = [path for one in self.toolchains.values() for path in getattr(one, "readable", ())]
-        readable = tier.readable_paths(self.settings.python, where, more)
-        self.isolation = await tier.find(self.settings, readable)
-        self.sandbox = Sandbox(self.settings, self.isolation, self.toolchains)
-        self.front = Front(self.settings, self.sandbox)
+    async def __aenter__(self) -> SandboxServer:
+        """Set up the server and start listening.
+
+        Raises:
+            ConfigError: If the server cannot be started. The message names the remedy.
+        """
+        _raise_open_file_limit()
+        python = self.settings.python
+        search_path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+        self.toolchains = await asyncio.to_thread(languages.find_all, search_path, python)
+        found = [toolchain for toolchain in self.toolchains.values() if isinstance(toolchain, Toolchain)]
+        toolchain_paths = [path for toolchain in found for path in toolchain.readable]
+        self.isolation = await isolation_tiers.find(self.settings, toolchain_paths)
+        self.executor = Executor(self.settings, self.isolation, self.toolchains)
+        self.http_app = HttpApp(self.settings, self.executor)
         try:
-            await self.sandbox.start()
+            await self.executor.start()
             await self._listen()
         except OSError as error:
-            await self.sandbox.close()
-            raise ConfigError(f"The server can't be started: {error}") from error
+            await self.executor.close()
+            raise ConfigError(f"The server could not be started: {error}") from error
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Stop listening and kill all programs."""
         if self._runner:
             await self._runner.cleanup()
-        await self.sandbox.close()
+        await self.executor.close()
 
     async def drain(self) -> None:
-        """Let what is here end; take nothing new."""
-        await self.front.drain(self.settings.max_timeout + DRAIN_WITHIN)
+        """Reject new requests and wait until all programs have ended."""
+        await self.http_app.drain(max_wall_time(self.settings.max_timeout) + DRAIN_MARGIN_S)
 
     async def _listen(self) -> None:
-        self._runner = web.AppRunner(self.front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+        app = self.http_app.build()
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1,
+            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+        )
         await self._runner.setup()
-        # Thousands may come at once; they wait in the queue here, not in the kernel's.
-        site = web.TCPSite(self._runner, self.settings.host, self.settings.port, backlog=4096)
+        site = web.TCPSite(self._runner, self.settings.host, self.settings.port, backlog=LISTEN_BACKLOG)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _allow_many_descriptors() -> None:
-    """A connection takes one, a program that runs about eight; the usual limit of 1024 is soon reached."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that programs cannot break.
+
+    The kernel limits the epoll watches of each user. Programs of a server that runs as an unprivileged user have the
+    same user and can use up all watches, upon which uvloop aborts the process. poll(2) has no such limit. A server that
+    runs as root does not share its user with programs.
+
+    Returns:
+        A loop of uvloop for root, otherwise a loop of asyncio that uses poll.
+
+    Example:
+        ```python
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(main())
+        ```
+    """
+    return uvloop.new_event_loop() if os.geteuid() == 0 else asyncio.SelectorEventLoop(selectors.PollSelector())
 
 
-def prefixes(python: str) -> list[str]:
-    """Ask an interpreter where its parts are."""
-    question = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.exec_prefix]))"
-    try:
-        done = subprocess.run([python, "-I", "-c", question], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"The interpreter for programs can't be run: {python}: {error}") from error
-    found: list[str] = json.loads(done.stdout)
-    return found
+def _raise_open_file_limit() -> None:
+    """Raise the limit to the maximum: a connection uses one descriptor, a running program about nine."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

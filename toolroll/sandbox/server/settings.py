@@ -1,4 +1,4 @@
-"""What whoever runs a sandbox server may set. Everything has a default that is safe."""
+"""Settings of the sandbox server. Every default is safe."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 MEGABYTE = 1 << 20
 
 
-def cpus() -> int:
-    """How many processors this process may use: those it may run on, or as many as a container's quota is worth."""
+def cpu_count() -> int:
+    """Return the number of CPUs that this process may use: its affinity mask, limited by the cgroup's quota."""
     allowed = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -22,34 +22,38 @@ def cpus() -> int:
 
 
 class ServerSettings(BaseModel):
-    """The settings of `toolroll sandbox serve`, by the names of its options."""
+    """Settings of `toolroll sandbox serve`, named after its options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(default=8080, ge=0, le=65535)
-    """0 for any free one."""
+    """Port to listen on; 0 for a free port."""
     token: SecretStr | None = None
-    """What requests must show as `Authorization: Bearer …`; None for no such check."""
-    capacity: int = Field(default_factory=lambda: cpus() + 1, ge=1)
-    """How many programs run at once. One more than there are processors: while one comes or goes, none is idle."""
+    """Token that requests must send as `Authorization: Bearer …`, or several separated by commas.
+
+    None for no authentication.
+    """
+    capacity: int = Field(default_factory=lambda: cpu_count() + 1, ge=1)
+    """Number of programs that run at the same time. One more than the CPUs, so that no CPU idles while one starts."""
     queue: int = Field(default=1000, ge=0)
-    """How many requests wait for their turn; more are refused with 429."""
+    """Maximum number of waiting requests. Further requests are rejected with 429."""
     memory_mb: int = Field(default=1024, ge=32)
-    """Megabytes for a program that doesn't say, and the most that one may ask for."""
+    """Default and maximum memory limit of a program, in megabytes."""
     disk_mb: int = Field(default=512, ge=1)
-    """Megabytes of files for a program. They count as its memory."""
+    """Maximum size of a program's files, in megabytes. They count towards its memory."""
     max_timeout: float = Field(default=300, gt=0)
-    """The most seconds that a request may ask for."""
+    """Maximum timeout that a request may set, in seconds."""
     output_kb: int = Field(default=1024, ge=1)
-    """Kilobytes kept of what a program writes to stdout, and to stderr."""
+    """Kilobytes to keep of a program's stdout, and of its stderr."""
     request_mb: int = Field(default=64, ge=1)
-    """Megabytes of a request with its files, and of the files that it fetches."""
+    """Maximum size of a request, and of the files that it fetches, in megabytes."""
     sessions: int = Field(default=64, ge=0)
-    """How many sessions are kept. The one that was idle longest makes room."""
+    """Maximum number of sessions. The session that was idle longest is evicted."""
     session_ttl: float = Field(default=600, gt=0)
-    """Seconds after which an idle session ends."""
+    """Idle time after which a session ends, in seconds."""
     python: str = sys.executable
-    """The interpreter of the programs; its packages are theirs."""
+    """Python interpreter of the programs. They can import its packages."""
     unsafe: bool = False
-    """Start even where programs can't be isolated. For a server that stands in a virtual machine of its own."""
+    """Whether to start even if programs cannot be isolated. Use it only in a dedicated virtual machine."""

@@ -1,0 +1,1 @@
+"""Helpers shared by all layers. Not part of the public API."""

@@ -1,0 +1,45 @@
+"""Summary of a trajectory for a trainer: fields that all adapters share, and whether it is excluded from the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from toolroll.errors import Fault
+from toolroll.rollout.tokens import TokenStream
+from toolroll.rollout.trajectory import Trajectory
+
+
+def exclusion_reason(trajectory: Trajectory, streams: Iterable[TokenStream], *, needs_reward: bool) -> str | None:
+    """Return the reason why a trajectory is excluded from the loss, or None if it is not.
+
+    Args:
+        trajectory: The trajectory.
+        streams: Its token streams that the trainer trains on.
+        needs_reward: Whether the trainer uses the trajectory's total reward.
+    """
+    if trajectory.outcome == "infra":
+        return trajectory.error or f"infra fault (finish_reason={trajectory.finish_reason})"
+    if not any(any(stream.mask) for stream in streams):
+        return trajectory.error or f"no tokens were sampled (finish_reason={trajectory.finish_reason})"
+    if needs_reward and trajectory.rewards.total is None:
+        return "a reward function returned no reward"
+    return None
+
+
+def summary_fields(trajectory: Trajectory, left_out: str | None) -> dict[str, Any]:
+    """Return the fields that reward functions receive from every adapter.
+
+    Args:
+        trajectory: The trajectory.
+        left_out: Reason why the trajectory is excluded, or None.
+    """
+    calls = trajectory.calls
+    return {
+        "left_out": left_out,
+        "finish_reason": str(trajectory.finish_reason),
+        "calls": len(calls),
+        "policy_faults": sum(call.fault is Fault.POLICY for call in calls),
+        "infra_faults": sum(call.fault is Fault.INFRA for call in calls),
+        "seconds": trajectory.seconds,
+    }

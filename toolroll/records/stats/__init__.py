@@ -1,0 +1,1 @@
+"""Statistics over records, and their plots."""

@@ -1,0 +1,1 @@
+"""Conversion between messages and tokens for each model family."""

@@ -1,0 +1,196 @@
+"""Execute the tool calls of a turn and collect the tools' rewards, within the trajectory's deadlines.
+
+Invariants:
+
+- Every call is answered, including calls that cannot be parsed, calls to unknown tools and surplus calls.
+- Policy faults become an answer that the model reads. Infra faults are recorded and never shown to the model.
+- A tool that ignores its cancellation delays the trajectory by at most `CALL_GRACE_PERIOD_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from toolroll._internal.text import replace_lone_surrogates
+from toolroll.errors import Fault, InfraFault, PolicyFault, ToolContractError, unknown_name
+from toolroll.rollout.chat.parsed_turn import ParsedCall, ParsedTurn
+from toolroll.rollout.instances import ToolInstances
+from toolroll.rollout.limits import Limits
+from toolroll.rollout.pause import Deadlines
+from toolroll.rollout.request import AsyncRolloutRequest
+from toolroll.rollout.trajectory import CallRecord
+from toolroll.tools.base_tool import BaseTool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Truncate = Callable[[str, AsyncRolloutRequest], str]
+
+CALL_GRACE_PERIOD_S = 1.0
+"""Time after its deadline in which a tool may still return a result, and in which a cancelled one must end."""
+
+
+def plan_tool_calls(parsed: ParsedTurn, tools: Mapping[str, Any], limits: Limits, calls_made: int) -> list[ParsedCall]:
+    """Return the calls of a turn. Those that are not executed have a `problem`, the answer to the model. Pure function.
+
+    Args:
+        parsed: The turn.
+        tools: The available tools, by name.
+        limits: Limits of the trajectory.
+        calls_made: Number of calls that were executed in earlier turns.
+    """
+    calls: list[ParsedCall] = []
+    accepted = 0
+    for call in parsed.calls:
+        calls.append(replace(call, problem=_find_problem(call, tools, limits, accepted, calls_made)))
+        accepted += calls[-1].problem is None
+    if parsed.dropped_calls:
+        note = f"The {parsed.dropped_calls} calls after this one were not executed."
+        problem = calls[-1].problem
+        calls[-1] = replace(calls[-1], problem=f"{problem} {note}" if problem else note)
+    return calls
+
+
+def _find_problem(
+    call: ParsedCall, tools: Mapping[str, Any], limits: Limits, accepted: int, calls_made: int
+) -> str | None:
+    if call.problem is not None:
+        return call.problem
+    if call.name is None or call.name not in tools:
+        return unknown_name("tool", call.name or "", tools)
+    if limits.max_tool_calls is not None and calls_made + accepted >= limits.max_tool_calls:
+        return f"This call was not executed. At most {limits.max_tool_calls} tool calls are allowed per conversation."
+    if accepted >= limits.max_parallel_calls:
+        return (
+            f"This call was not executed. At most {limits.max_parallel_calls} tool calls are allowed per turn. "
+            "Repeat it in your next turn."
+        )
+    return None
+
+
+class ToolExecutor:
+    """Executes tool calls for all trajectories of a rollout.
+
+    Args:
+        tools: The tools, by name.
+        truncate: Function that shortens a tool response to the limits of a request.
+    """
+
+    def __init__(self, tools: Mapping[str, BaseTool[Any]], truncate: Truncate) -> None:
+        self._truncate = truncate
+        self._accepting_deadline = {name for name, tool in tools.items() if _accepts_deadline(tool)}
+
+    async def execute_all(
+        self, request: AsyncRolloutRequest, calls: list[ParsedCall], instances: ToolInstances, deadlines: Deadlines
+    ) -> tuple[list[CallRecord], bool]:
+        """Execute the calls of a turn concurrently, until all have ended, time is up or one has an infra fault.
+
+        Returns:
+            The record of each call, and True if all calls have ended by themselves.
+        """
+        started = time.monotonic()
+        timeout_s = min(deadlines.remaining_s(), request.limits.call_timeout + 2 * CALL_GRACE_PERIOD_S)
+        tasks = [asyncio.ensure_future(self._execute(request, call, instances, deadlines)) for call in calls]
+        await _wait_or_cancel(tasks, timeout_s, stop_when=lambda task: task.result().fault is Fault.INFRA)
+        seconds = time.monotonic() - started
+        ended = [task.done() and not task.cancelled() for task in tasks]
+        text = f"The tool call was cancelled after {seconds:.1f} s."
+        records = [
+            task.result() if has_ended else _policy_fault(request, call, text, seconds)
+            for task, call, has_ended in zip(tasks, calls, ended, strict=True)
+        ]
+        return records, all(ended)
+
+    async def _execute(
+        self, request: AsyncRolloutRequest, call: ParsedCall, instances: ToolInstances, deadlines: Deadlines
+    ) -> CallRecord:
+        if call.problem is not None:
+            return _policy_fault(request, call, call.problem)
+        assert call.name is not None
+        started = time.monotonic()
+        timeout_s = min(request.limits.call_timeout, deadlines.remaining_s())
+        try:
+            async with asyncio.timeout(timeout_s + CALL_GRACE_PERIOD_S) as limit:
+                kwargs = dict(request.tool_kwargs(call.name, "execute"))
+                if call.name in self._accepting_deadline:
+                    kwargs["deadline"] = started + timeout_s
+                result = await instances[call.name].execute(call.arguments, **kwargs)
+            if result.response.image or result.response.video:
+                raise ToolContractError(
+                    f"Tool {call.name!r} returned an image or a video. Only text responses are supported."
+                )
+        except InfraFault as error:
+            seconds = time.monotonic() - started
+            return _record(request, call, "", seconds, fault=Fault.INFRA, error=str(error), metrics=error.metrics)
+        except Exception as error:
+            text = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError) and limit.expired():
+                text = f"The tool call timed out after {timeout_s:g} s."
+            answer = self._truncate(replace_lone_surrogates(text), request)
+            return _policy_fault(request, call, answer, time.monotonic() - started)
+        answer = self._truncate(replace_lone_surrogates(result.response.text or ""), request)
+        seconds = time.monotonic() - started
+        return _record(request, call, answer, seconds, reward=result.reward, metrics=result.metrics)
+
+
+async def tool_rewards(request: AsyncRolloutRequest, instances: ToolInstances) -> dict[str, float]:
+    """Return the result of each tool's `calc_reward`, by tool name.
+
+    Raises:
+        InfraFault: If `calc_reward` of a tool fails or takes longer than `call_timeout`.
+    """
+    tasks = {
+        name: asyncio.create_task(instance.calc_reward(**request.tool_kwargs(name, "calc_reward")))
+        for name, instance in instances.items()
+    }
+    timeout_s = request.limits.call_timeout
+    pending = await _wait_or_cancel(list(tasks.values()), timeout_s)
+    if pending:
+        names = ", ".join(name for name, task in tasks.items() if task in pending)
+        raise InfraFault(f"calc_reward timed out after {timeout_s:g} s: {names}.")
+    return {name: task.result() for name, task in tasks.items()}
+
+
+async def _wait_or_cancel(
+    tasks: Sequence[asyncio.Task[T]], timeout_s: float, stop_when: Callable[[asyncio.Task[T]], bool] | None = None
+) -> set[asyncio.Task[T]]:
+    """Wait until all tasks end, the timeout expires or `stop_when` is true of a task; cancel and return the others.
+
+    Tasks that ignore the cancellation are left running.
+    """
+    deadline = time.monotonic() + timeout_s
+    pending = set(tasks)
+    try:
+        while pending and (remaining_s := deadline - time.monotonic()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            if stop_when is not None and any(map(stop_when, done)):
+                break
+    finally:
+        for task in pending:
+            task.cancel()
+        if pending:
+            _, still_running = await asyncio.wait(pending, timeout=CALL_GRACE_PERIOD_S)
+            if still_running:
+                logger.warning("%d tool calls ignore their cancellation and are left running", len(still_running))
+    return pending
+
+
+def _record(request: AsyncRolloutRequest, call: ParsedCall, answer: str, seconds: float, **fields: Any) -> CallRecord:
+    return CallRecord(
+        turn=request.turn, tool=call.name, arguments=call.arguments, answer=answer, seconds=seconds, **fields
+    )
+
+
+def _policy_fault(request: AsyncRolloutRequest, call: ParsedCall, answer: str, seconds: float = 0.0) -> CallRecord:
+    return _record(request, call, answer, seconds, fault=Fault.POLICY, error=answer)
+
+
+def _accepts_deadline(tool: BaseTool[Any]) -> bool:
+    parameters = inspect.signature(tool.execute).parameters.values()
+    return any(parameter.name == "deadline" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

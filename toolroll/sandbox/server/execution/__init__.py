@@ -1,0 +1,1 @@
+"""Execution of programs and sessions: jobs, output, languages, isolation tiers."""

@@ -1,0 +1,82 @@
+"""Decide when a program has exceeded its time limit. This module is pure: callers pass the measured times.
+
+- A program that uses the processor is limited by its CPU time, so a busy machine does not change the verdict.
+- A program that sleeps or waits uses no CPU time. It is limited by its own time: the elapsed time without the time in
+  which its threads were ready to run and waited for the processor.
+- If a machine is so busy that neither limit is reached in a multiple of the time, the program is starved. This is a
+  failure of the sandbox, not of the program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from toolroll.sandbox.protocol import FULL_TIME_FRACTION, max_wall_time
+
+MAX_ELAPSED_FACTOR = 4
+"""Maximum elapsed time as a multiple of the maximum own time, unless the request limits it."""
+MIN_CHECK_INTERVAL_S = 0.05
+
+
+class TimeVerdict(Enum):
+    """Whether a program may continue."""
+
+    WITHIN_LIMIT = auto()
+    TIMEOUT = auto()
+    STARVED = auto()
+    """The program is to be stopped, but did not have its time."""
+
+
+@dataclass(frozen=True)
+class TimeSample:
+    """Times of a program since its start, in seconds."""
+
+    elapsed_s: float
+    cpu_s: float
+    """CPU time of all processes together."""
+    waited_s: float
+    """Time in which the program waited for the processor."""
+
+
+class TimeLimit:
+    """The time limit of one command or cell.
+
+    Args:
+        limit_s: Maximum CPU time.
+        max_elapsed_s: Maximum elapsed time. Default: `MAX_ELAPSED_FACTOR` times the maximum own time.
+
+    Example:
+        >>> limit = TimeLimit(2.0)
+        >>> limit.check(TimeSample(elapsed_s=2.0, cpu_s=0.1, waited_s=1.8)).name  # on a busy machine
+        'WITHIN_LIMIT'
+        >>> limit.check(TimeSample(elapsed_s=2.0, cpu_s=2.0, waited_s=0.0)).name
+        'TIMEOUT'
+        >>> limit.check(TimeSample(elapsed_s=5.0, cpu_s=0.1, waited_s=0.0)).name  # the program sleeps
+        'TIMEOUT'
+    """
+
+    def __init__(self, limit_s: float, max_elapsed_s: float | None = None) -> None:
+        self.limit_s = limit_s
+        self.max_own_s = max_wall_time(limit_s)
+        self.max_elapsed_s = MAX_ELAPSED_FACTOR * self.max_own_s if max_elapsed_s is None else max_elapsed_s
+
+    @property
+    def first_check_s(self) -> float:
+        """Elapsed time before which no check is needed."""
+        return min(self.limit_s, self.max_elapsed_s)
+
+    def check(self, sample: TimeSample) -> TimeVerdict:
+        """Return the verdict for the times so far."""
+        own_s = sample.elapsed_s - sample.waited_s
+        if sample.cpu_s >= self.limit_s or own_s >= self.max_own_s:
+            return TimeVerdict.TIMEOUT
+        if sample.elapsed_s >= self.max_elapsed_s:
+            return TimeVerdict.TIMEOUT if own_s >= FULL_TIME_FRACTION * self.limit_s else TimeVerdict.STARVED
+        return TimeVerdict.WITHIN_LIMIT
+
+    def until_next_check(self, sample: TimeSample) -> float:
+        """Return the time after which the verdict can be another one, if the program uses one processor."""
+        own_s = sample.elapsed_s - sample.waited_s
+        remaining = self.limit_s - sample.cpu_s, self.max_own_s - own_s, self.max_elapsed_s - sample.elapsed_s
+        return max(MIN_CHECK_INTERVAL_S, min(remaining))

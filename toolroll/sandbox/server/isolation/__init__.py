@@ -1,0 +1,1 @@
+"""Isolation of a process: namespaces, root file system, cgroups, Landlock, seccomp."""

@@ -1,0 +1,55 @@
+"""Kernel user ids for programs, so that no two programs share what the kernel counts for each user.
+
+Among these are epoll watches, pipe memory, descriptors in flight, pending signals and processes. Only root can assign
+user ids: programs of a server that runs as an unprivileged user have the server's user id.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MAX_USERS = 4096
+_FIRST_UID = 961_000_000
+"""Start of the range. It is above the ranges of login.defs and subuid."""
+_MAX_SERVERS = 1 << 16
+
+
+class ProgramUsers:
+    """The user ids of one server. Servers on the same machine have different ones, which depend on the process id."""
+
+    def __init__(self) -> None:
+        self.first = _FIRST_UID + os.getpid() % _MAX_SERVERS * MAX_USERS
+        self._free: list[int] = []
+        self._next = self.first
+
+    @classmethod
+    def find(cls) -> ProgramUsers | None:
+        """Return the user ids of this server, or None if it cannot assign any."""
+        users = cls()
+        if os.geteuid() == 0 and all(users.are_mapped(Path(f"/proc/self/{kind}_map")) for kind in ("uid", "gid")):
+            return users
+        return None
+
+    def are_mapped(self, id_map: Path) -> bool:
+        """Return True if all ids exist in this user namespace, whose ids are in the file `id_map`."""
+        ranges = [[int(number) for number in line.split()] for line in id_map.read_text().splitlines()]
+        last = self.first + MAX_USERS - 1
+        return any(first <= self.first and last < first + count for first, _, count in ranges)
+
+    def acquire(self) -> int:
+        """Return a user id that no program has.
+
+        Raises:
+            OSError: If all ids are in use.
+        """
+        if self._free:
+            return self._free.pop()
+        if self._next == self.first + MAX_USERS:
+            raise OSError(f"all {MAX_USERS} user ids of programs are in use")
+        self._next += 1
+        return self._next - 1
+
+    def release(self, user: int) -> None:
+        """Make a user id available again, after all processes of its program have ended."""
+        self._free.append(user)

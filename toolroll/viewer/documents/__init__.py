@@ -1,0 +1,1 @@
+"""Render samples as text: documents, layout, highlighting, tokens."""

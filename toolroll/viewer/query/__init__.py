@@ -1,0 +1,1 @@
+"""List, filter, sort and search samples."""
