@@ -305,14 +305,14 @@ def report(*words: str) -> dict[str, Any]:
 
 def test_capacity_of_toolroll_server_is_found(tmp_path: Path) -> None:
     nap = tmp_path / "nap.py"
-    nap.write_text(NAP)
+    nap.write_text("import time; time.sleep(0.3)")  # much longer than the overhead, which varies on a busy machine
     with serving("--capacity", "2", "--queue", "4") as running:
-        found = report(running.url, "--code", str(nap), "--seconds", "0.3")
+        found = report(running.url, "--code", str(nap), "--seconds", "1.2")
     assert found["server"]["capacity"] == 2
     assert abs(found["server"]["clock"]) < 1
     assert found["knee"] == found["rate_limit"]
     assert found["knee"] in (2, 3)
-    assert 5 < found["best_throughput"] < 41  # 40 on an idle machine
+    assert 1 < found["best_throughput"] < 7  # 6.7 without any overhead
     assert found["end"] == "errors"
     assert "HTTP 429" in found["steps"][3]["errors"]
     assert found["warnings"] == []
