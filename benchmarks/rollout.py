@@ -203,9 +203,9 @@ async def send_directly(url: str, requests: dict[str, list[tuple[list[int], dict
     return tokens
 
 
-async def compare_with_engine(url: str, model: str, concurrency: int, rounds: int) -> dict[str, float]:
-    """Measure the rollout loop and the plain client alternately."""
-    turns, length = 3, 24
+async def compare_with_engine(url: str, model: str, concurrency: int, rounds: int, length: int) -> dict[str, float]:
+    """Measure the rollout loop and the plain client alternately, with turns of `length` tokens."""
+    turns = 3
     rendering = CallingRendering(load_rendering(model, "chatml"), turns)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     counts = {"ours": 0, "bare": 0}
@@ -248,7 +248,7 @@ async def measure(quick: bool, url: str, model: str) -> dict[str, float]:
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     rendering = load_rendering(tokenizer, "chatml")
-    figures = await within_bounds(lambda: compare_with_engine(url, model, 16, 2 if quick else 6))
+    figures = await within_bounds(lambda: compare_with_engine(url, model, 16, 2 if quick else 6, 12 if quick else 24))
     short = [await cpu_per_turn(rendering, tokenizer, 8, 160) for _ in range(3)]
     long = [await cpu_per_turn(rendering, tokenizer, 128, 10) for _ in range(3)]
     figures["overhead_us_per_turn"] = round(min(short), 1)
@@ -268,7 +268,7 @@ async def within_bounds(measure: Callable[[], Awaitable[dict[str, float]]]) -> d
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds against the engine")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds against the engine, with shorter turns")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     with real_engine() as engine, infrequent_full_gc():

@@ -36,7 +36,7 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", choices=LANES, help="run only the tests of a lane (see `markers` in pyproject.toml)")
-    parser.addoption("--soak-seconds", type=float, default=10, help="duration of the soak test of the sandbox server")
+    parser.addoption("--soak-seconds", type=float, default=10, help="length of the soak test and of the storm of stops")
     parser.addoption("--simulation-seeds", type=int, default=2000, help="seeds of all simulations (tests/simulation)")
 
 

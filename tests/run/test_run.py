@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from rollout import small_tokenizer
 from toolroll.errors import ConfigError, RecordsNotWritten
 from toolroll.records import append_file
 from toolroll.records.reader import read_records
+from toolroll.rollout.distributed.dispatch import WORKER_LEASE_S
 from toolroll.run.config import RunConfig
 from toolroll.run.run import Run
 from toolroll.run.run_coordinator import RunCoordinator
@@ -174,6 +176,7 @@ async def test_killed_run_resumes(configure: Any) -> None:
     file = configure(rows=40, delay=0.2, max_in_flight=16)
     script = f"""
 import asyncio, sys
+from toolroll.rollout.distributed.dispatch import WORKER_LEASE_S
 from toolroll.run.config import RunConfig
 from toolroll.run.run import Run
 async def main():
@@ -307,8 +310,7 @@ async def test_killed_coordinator_is_restarted(configure: Any, cluster: str) -> 
     async with Run(RunConfig.load(file, ["cluster=auto", "workers=2"])) as running:
         while (await running.status()).done < 8:
             await asyncio.sleep(0.05)
-        coordinator = holder_of([file.parent / "records" / ".lock"])
-        assert coordinator
+        [coordinator] = holders_of([file.parent / "records" / ".lock"])
         coordinator.send_signal(signal.SIGKILL)
         await asyncio.wait_for(running.wait(), 120)
     status = await running.status()
@@ -317,31 +319,47 @@ async def test_killed_coordinator_is_restarted(configure: Any, cluster: str) -> 
 
 
 @pytest.mark.ray
-async def test_suspended_ray_worker_does_not_double_records(configure: Any, cluster: str) -> None:
-    file = configure(rows=120, delay=0.5, max_in_flight=4)
+async def test_suspended_ray_workers_double_no_record(
+    configure: Any, cluster: str, request: pytest.FixtureRequest, report_figure: Callable[[str], None]
+) -> None:
+    """Workers are stopped again and again, for shorter and longer than their lease, until the run is done."""
+    rows = 100 + 10 * round(request.config.getoption("soak_seconds"))
+    file = configure(rows=rows, delay=0.5, max_in_flight=6)
+    permissions = f"*/{PERMISSION_FILE}"
+    chance = random.Random(0)
+    stops = 0
     async with Run(RunConfig.load(file, ["cluster=auto", "workers=2"])) as running:
-        while (await running.status()).done < 8:
-            await asyncio.sleep(0.05)
-        while (worker := holder_of((file.parent / "records").glob(f"*/{PERMISSION_FILE}"))) is None:
-            await asyncio.sleep(0.05)
-        worker.suspend()
-        while (await running.status()).lost_workers < 1:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(2)  # the other worker gets its samples
-        worker.resume()
-        await asyncio.wait_for(running.wait(), 120)
-    assert (await running.status()).done == 360
-    assert samples(file) == every(120, 3)
+        done = asyncio.create_task(running.wait())
+        async with asyncio.timeout(60 + 3 * rows):
+            while not done.done():
+                workers = await asyncio.to_thread(holders_of, (file.parent / "records").glob(permissions))
+                if not workers:
+                    await asyncio.sleep(0.05)
+                    continue
+                stopped = chance.choice(workers)
+                stopped.suspend()
+                stops += 1
+                while stops == 1 and (await running.status()).lost_workers < 1:
+                    await asyncio.sleep(0.1)
+                await asyncio.wait({done}, timeout=chance.uniform(0.5, 1.4 * WORKER_LEASE_S))
+                stopped.resume()
+                await asyncio.wait({done}, timeout=chance.uniform(0.5, 3))
+            await done
+    status = await running.status()
+    report_figure(f"{stops} stops, {status.lost_workers} lost workers, {status.done} samples")
+    assert status.done == 3 * rows
+    assert samples(file) == every(rows, 3)
 
 
-def holder_of(files: Iterable[Path]) -> psutil.Process | None:
-    """Return a process that has one of the files open."""
+def holders_of(files: Iterable[Path]) -> list[psutil.Process]:
+    """Return the processes that have one of the files open."""
     paths = {str(file) for file in files}
+    holders = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if any(opened.path in paths for opened in process.open_files()):
-                return process
-    return None
+                holders.append(process)
+    return holders
 
 
 def test_records_reserve_the_directory_for_their_run(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class AttemptFailed(Exception):
     """True if the server may have started to process the request."""
     retry_after_s: float | None = None
     """Delay that the server requested by `Retry-After`."""
+    status: int | None = None
+    """Status of the response. None if there was none, or an invalid one of status 200."""
 
     def __str__(self) -> str:
         return self.reason
@@ -50,6 +52,7 @@ def failure_from_status(status: int, retry_after: str | None, content: bytes) ->
         retryable=status in RETRYABLE_STATUSES,
         endpoint_down=status in RETRYABLE_STATUSES and status != TOO_MANY_REQUESTS,
         retry_after_s=parse_retry_after(retry_after, time.time()) if status in RETRYABLE_STATUSES else None,
+        status=status,
     )
 
 

@@ -391,7 +391,7 @@ def _parse_ended(body: bytes, request: HttpRequest[Any]) -> bool:
 
 def _was_late(request: HttpRequest[Any]) -> bool:
     failure = request.history.last_failure
-    return failure is not None and failure.reason.startswith("HTTP 504")
+    return failure is not None and failure.status == protocol.LATE_STATUS
 
 
 def _parse_ping(body: bytes, request: HttpRequest[Any] | None = None) -> protocol.Ping:

@@ -48,6 +48,8 @@ LEASE_HEADER = "X-Toolroll-Lease"
 GRANTED_HEADER = "X-Toolroll-Granted"
 """Header of a request with a lease: Unix time by the server's clock at which the slot was granted. A server that has
 started later does not know whether the lease was fenced, and rejects the request with `LEASE_LOST_STATUS`."""
+LATE_STATUS = 504
+"""HTTP status of a request without a lease that arrived after its deadline."""
 LEASE_LOST_STATUS = 412
 """HTTP status of a request whose lease was fenced, or that arrived after its deadline. The program was not run; the
 client must acquire another slot."""

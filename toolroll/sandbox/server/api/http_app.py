@@ -64,7 +64,7 @@ _REJECTIONS: dict[type[Exception], tuple[int, str]] = {
     BodyMemoryExhausted: (429, "full"),
     SessionLimitReached: (429, "sessions"),
     SessionEnded: (410, "ended"),
-    DeadlineExceeded: (504, "late"),
+    DeadlineExceeded: (protocol.LATE_STATUS, "late"),
     LeaseLost: (protocol.LEASE_LOST_STATUS, "fenced"),
     InvalidProgram: (422, "bad"),
 }

@@ -1,0 +1,95 @@
+"""Times of a program: what it used, and how long it waited for the processor."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolroll.sandbox.server.execution.process_times import ProcessTimes
+
+pytestmark = pytest.mark.process
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(60)"
+CHILD_IS_BUSY = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], Any]]:
+    """Return a function that starts a program on one processor, which all of them share."""
+    with ExitStack() as stack:
+        processor = {min(os.sched_getaffinity(0))}
+
+        def start(code: str) -> Any:
+            program = stack.enter_context(subprocess.Popen([sys.executable, "-c", code]))
+            stack.callback(program.kill)
+            os.sched_setaffinity(program.pid, processor)
+            return SimpleNamespace(roots=lambda: [program.pid], program=program)
+
+        yield start
+
+
+def times_of(process: Any, *, is_new: bool = True, is_supervised: bool = False) -> ProcessTimes:
+    return ProcessTimes(process, is_supervised=is_supervised, is_new=is_new)
+
+
+def wait_for_cpu(times: ProcessTimes, cpu_s: float) -> None:
+    """Wait until the program has used some CPU time."""
+    for _ in range(2000):
+        if times.sample()[0].cpu_s >= cpu_s:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the program does not run")
+
+
+def test_waits_and_cpu_time_of_competing_programs_add_up(start: Callable[[str], Any]) -> None:
+    times = [times_of(start(BUSY)) for _ in range(4)]
+    for one in times:
+        wait_for_cpu(one, 0.2)
+    for one in times:
+        sample, is_running = one.sample()
+        assert is_running
+        assert sample.waited_s > sample.cpu_s, "three of four wait at any time"
+        # The rest of the time passed before the program was pinned to the processor, or between the two readings.
+        assert sample.elapsed_s * 0.6 < sample.cpu_s + sample.waited_s < sample.elapsed_s * 1.2
+
+
+def test_sleeping_program_does_not_wait(start: Callable[[str], Any]) -> None:
+    process = start(IDLE)
+    busy = times_of(start(BUSY))
+    wait_for_cpu(busy, 0.2)
+    times = times_of(process, is_new=False)
+    wait_for_cpu(busy, 0.6)
+    sample, is_running = times.sample()
+    assert is_running
+    assert sample.cpu_s + sample.waited_s < 0.5 * sample.elapsed_s
+
+
+def test_children_count(start: Callable[[str], Any]) -> None:
+    wait_for_cpu(times_of(start(CHILD_IS_BUSY)), 0.5)
+
+
+def test_supervisor_does_not_count(start: Callable[[str], Any]) -> None:
+    process = start(BUSY)
+    wait_for_cpu(times_of(process), 0.1)
+    sample, is_running = times_of(process, is_supervised=True).sample()
+    assert (sample.cpu_s, is_running) == (0, False)
+
+
+def test_time_before_a_call_does_not_count(start: Callable[[str], Any]) -> None:
+    process = start(BUSY)
+    wait_for_cpu(times_of(process), 0.5)
+    sample, _ = times_of(process, is_new=False).sample()
+    assert sample.cpu_s < 0.3
+
+
+def test_ended_program_is_not_running(start: Callable[[str], Any]) -> None:
+    process = start("pass")
+    times = times_of(process)
+    assert process.program.wait(60) == 0
+    assert not times.sample()[1]
