@@ -323,7 +323,7 @@ async def test_suspended_ray_workers_double_no_record(
     configure: Any, cluster: str, request: pytest.FixtureRequest, report_figure: Callable[[str], None]
 ) -> None:
     """Workers are stopped again and again, for shorter and longer than their lease, until the run is done."""
-    rows = 100 + 10 * round(request.config.getoption("soak_seconds"))
+    rows = 20 + 10 * round(request.config.getoption("soak_seconds"))
     file = configure(rows=rows, delay=0.5, max_in_flight=6)
     permissions = f"*/{PERMISSION_FILE}"
     chance = random.Random(0)
