@@ -63,6 +63,7 @@ def test_stats_as_json_and_plot(dumps: Path, tmp_path: Path) -> None:
     assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.process  # matplotlib lists the fonts of a new machine by a program
 def test_huge_step_does_not_break_the_plot(dumps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (10**30, -(10**400)):
         write_verl(dumps / f"huge-{len(str(step))}.jsonl", [{**verl_line(1), "step": step}])
