@@ -82,9 +82,9 @@ def drifted(trajectory: Trajectory, rendering: Rendering, tools: list[dict[str, 
 async def test_logprobs_match_engine_scoring(
     sglang: RealEngine, rendering: Rendering, sandbox_url: str, report_figure: Callable[[str], None]
 ) -> None:
-    trajectories = await run(sglang, rendering, sandbox_url, 56, temperature=1.0)
+    trajectories = await run(sglang, rendering, sandbox_url, 24, temperature=1.0)
     called = [one for one in trajectories if any(call.fault is None for call in one.calls)]
-    assert len(called) >= 32, f"only {len(called)} of {len(trajectories)} had a call that ran"
+    assert len(called) >= 8, f"only {len(called)} of {len(trajectories)} had a call that ran"
     ends = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.MAX_TURNS}
     assert {one.finish_reason for one in trajectories} <= ends
     assert {one.fidelity for one in trajectories} == {Fidelity.EXACT}
@@ -92,7 +92,7 @@ async def test_logprobs_match_engine_scoring(
     tools = [SandboxFusionTool.default_schema]
     differences: list[float] = []
     async with SGLangEngine(sglang.url) as engine:
-        for one in called[:32]:
+        for one in called:
             stream = one.tokens
             scored = await engine.score(stream.ids.tolist(), start=stream.prompt_length)
             sampled, mask = stream.response_logprobs, stream.response_mask

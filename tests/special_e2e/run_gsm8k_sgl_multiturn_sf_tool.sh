@@ -11,7 +11,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$here/../..
 python=$(command -v "${PYTHON:-python3}")
 toolroll=("$python" -m toolroll.cli)
-problems=24 samples=2
+problems=12 samples=2
 data=${TOOLROLL_GSM8K:-$root/examples/verl_gsm8k/questions.jsonl}
 
 work=$(mktemp -d /var/tmp/toolroll-e2e.XXXXXX) # not in /tmp, which is private to each sandboxed program

@@ -20,4 +20,4 @@ def test_gsm8k_sgl_multiturn_sf_tool(root: Path, report_figure: Callable[[str], 
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-10_000:]
     line = done.stdout.strip().splitlines()[-1]
     report_figure(line)
-    assert json.loads(line)["trajectories"] == 48
+    assert json.loads(line)["trajectories"] == 24
