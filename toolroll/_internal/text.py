@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile(r"[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
 
 
 def replace_lone_surrogates(text: str) -> str:
@@ -19,7 +21,9 @@ def replace_lone_surrogates(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        # Several times as fast as the codec's "replace", which matters for millions of them in a hostile request.
+        text = _LONE_SURROGATE.sub("\ufffd", text)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16") if _SURROGATE.search(text) else text
     return text
 
 
