@@ -1,7 +1,7 @@
 """Run the lanes of the test suite, and print how many tests each had and how long it took.
 
-A lane is a marker of pytest (see `markers` in pyproject.toml); `bench` runs the benchmarks. Lanes run in parallel if
-the machine has enough cores. What follows `--` is passed to pytest:
+A lane is a marker of pytest (see `markers` in pyproject.toml); `engines` is several, and `bench` runs the benchmarks.
+Lanes run in parallel if the machine has enough cores. What follows `--` is passed to pytest:
 
     python scripts/run_lanes.py
     python scripts/run_lanes.py unit ray
@@ -28,8 +28,10 @@ from typing import IO
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ("tools", "limiter", "sandbox", "rewards", "rollout", "records", "cluster", "trl")
 CORES = os.cpu_count() or 1
+# Lanes that share a server of SGLang, which takes a minute to start.
+ENGINES = ("sglang", "trl", "verl")
 # Number of cores that a lane uses. Those that measure time use all, so that nothing runs beside them.
-LANES = dict.fromkeys(("unit", "process", "viewer", "sandbox", "ray", "sglang", "trl", "verl", "e2e"), 2)
+LANES = dict.fromkeys(("unit", "process", "viewer", "sandbox", "ray", "engines", *ENGINES, "e2e"), 2)
 LANES |= {"timing": CORES, "bench": CORES}
 # Lanes with two test processes. The others share one Ray cluster or one engine, which use the second core.
 IN_PARALLEL = ("unit", "process", "viewer", "sandbox")
@@ -71,7 +73,8 @@ class FreeCores:
 
 def run_tests(lane: str, options: list[str], output: IO[bytes] | None) -> Result:
     """Run the tests of a lane."""
-    command = [Path(sys.executable).with_name("pytest"), "--lane", lane, *options]
+    markers = ENGINES if lane == "engines" else [lane]
+    command = [Path(sys.executable).with_name("pytest"), *(f"--lane={marker}" for marker in markers), *options]
     if lane in IN_PARALLEL:
         command += ["--numprocesses", str(LANES[lane]), "--dist", "loadfile"]
     with tempfile.TemporaryDirectory() as directory:
@@ -149,7 +152,7 @@ def main() -> int:
         arguments, options = arguments[:split], arguments[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lanes", nargs="*", metavar="LANE", help=f"default: all of {', '.join(LANES)}")
-    lanes = parser.parse_args(arguments).lanes or list(LANES)
+    lanes = parser.parse_args(arguments).lanes or [lane for lane in LANES if lane not in ENGINES]
     if unknown := set(lanes) - set(LANES):
         parser.error(f"unknown lanes: {', '.join(sorted(unknown))}. Expected: {', '.join(LANES)}")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background

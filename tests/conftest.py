@@ -35,7 +35,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lane", choices=LANES, help="run only the tests of a lane (see `markers` in pyproject.toml)")
+    lanes = "run only the tests of a lane, or of several (see `markers` in pyproject.toml)"
+    parser.addoption("--lane", choices=LANES, action="append", help=lanes)
     parser.addoption("--soak-seconds", type=float, default=10, help="length of the soak test and of the storm of stops")
     parser.addoption("--simulation-seeds", type=int, default=2000, help="seeds of all simulations (tests/simulation)")
 
@@ -46,10 +47,10 @@ def lane_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep only the tests of the lane."""
-    if lane := config.getoption("lane"):
-        config.hook.pytest_deselected(items=[item for item in items if lane_of(item) != lane])
-        items[:] = [item for item in items if lane_of(item) == lane]
+    """Keep only the tests of the lanes."""
+    if lanes := config.getoption("lane"):
+        config.hook.pytest_deselected(items=[item for item in items if lane_of(item) not in lanes])
+        items[:] = [item for item in items if lane_of(item) in lanes]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -38,7 +38,7 @@ def trained(sglang: RealEngine, sandbox_url: str, tmp_path_factory: pytest.TempP
     """Results of two steps of train.py."""
     directory = tmp_path_factory.mktemp("trl")
     before = asyncio.run(inspect_weights(sglang))
-    size = ["--steps", "2", "--problems", "2", "--samples", "4", "--out", directory / "out"]
+    size = ["--steps", "2", "--problems", "2", "--samples", "2", "--out", directory / "out"]
     services = ["--model", sglang.model_dir, "--engine", sglang.url, "--sandbox", sandbox_url]
     program = trl_stage.SIDE / "two_steps.py"
     try:
@@ -75,14 +75,14 @@ def test_engine_samples_with_weights_of_step(trained: dict[str, Any]) -> None:
 
 def test_tools_ran_and_groups_are_complete(trained: dict[str, Any]) -> None:
     records = list(read_records(trained["dumps"]))
-    assert len(records) == 16
+    assert len(records) == 8
     ran = [call for record in records for call in record.calls if call.get("fault") is None]
     assert ran
     assert all(call["metrics"]["outcome"] for call in ran)
     for step in (1, 2):
         of_step = [record for record in records if record.step == step]
         assert sorted((record.group, record.sample) for record in of_step) == [
-            (group, sample) for group in ("0", "1") for sample in range(4)
+            (group, sample) for group in ("0", "1") for sample in range(2)
         ]
         for group in ("0", "1"):
             assert len({record.fields["extra"]["question"] for record in of_step if record.group == group}) == 1
