@@ -59,6 +59,18 @@ def test_program_waits_while_others_run(start: Callable[[str], Any]) -> None:
         assert sample.waited_s > 0.5 * (cpu_s - sample.cpu_s)
 
 
+def test_wait_that_has_not_ended_counts(start: Callable[[str], Any]) -> None:
+    busy = times_of(start(BUSY))
+    process = start(BUSY)
+    os.sched_setscheduler(process.program.pid, os.SCHED_IDLE, os.sched_param(0))
+    wait_for_cpu(busy, 0.2)
+    times = times_of(process, is_new=False)
+    wait_for_cpu(busy, 0.7)
+    sample, is_running = times.sample()
+    assert is_running
+    assert sample.waited_s > 0.5 * sample.elapsed_s
+
+
 def test_sleeping_program_does_not_wait(start: Callable[[str], Any]) -> None:
     process = start(IDLE)
     busy = times_of(start(BUSY))

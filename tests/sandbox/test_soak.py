@@ -70,35 +70,38 @@ def server() -> Iterator[Serving]:
         yield running
 
 
-async def run_correct_program(client: SandboxClient, number: int) -> bool:
+# Each function runs something and returns a wrong result, or None.
+
+
+async def run_correct_program(client: SandboxClient, number: int) -> object:
     done = await client.run(f"print({number} * 7)", run_timeout=2)
-    return (done.outcome, done.stdout) == (ExecutionOutcome.OK, f"{number * 7}\n")
+    return None if (done.outcome, done.stdout) == (ExecutionOutcome.OK, f"{number * 7}\n") else done
 
 
-async def run_command(client: SandboxClient, number: int) -> bool:
+async def run_command(client: SandboxClient, number: int) -> object:
     done = await client.run(f"yes {number} | head -3 | wc -l", "bash", run_timeout=2)
-    return (done.outcome, done.stdout.strip()) == (ExecutionOutcome.OK, "3")
+    return None if (done.outcome, done.stdout.strip()) == (ExecutionOutcome.OK, "3") else done
 
 
-async def run_session(client: SandboxClient, number: int) -> bool:
+async def run_session(client: SandboxClient, number: int) -> object:
     session = client.new_session()
     await client.run(f"x = {number}", session_id=session)
     done = await client.run("x + 1", session_id=session)
     await client.end_session(session)
-    return bool(done.session_is_new) or done.stdout == f"{number + 1}\n"
+    return None if done.session_is_new or done.stdout == f"{number + 1}\n" else done
 
 
-async def run_notebook(client: SandboxClient, number: int) -> bool:
+async def run_notebook(client: SandboxClient, number: int) -> object:
     notebook = await client.run_jupyter([f"y = {number}", "print(y)"])
-    return [cell.stdout for cell in notebook.cells] == ["", f"{number}\n"]
+    return None if [cell.stdout for cell in notebook.cells] == ["", f"{number}\n"] else notebook
 
 
-def failing(name: str) -> Callable[[SandboxClient, int], Awaitable[bool]]:
+def failing(name: str) -> Callable[[SandboxClient, int], Awaitable[object]]:
     code, outcome = PROGRAMS[name]
 
-    async def run(client: SandboxClient, number: int) -> bool:
+    async def run(client: SandboxClient, number: int) -> object:
         done = await client.run(dedent(code), run_timeout=0.5, memory_limit_mb=256)
-        return done.outcome is outcome
+        return None if done.outcome is outcome else done
 
     return run
 
@@ -115,8 +118,8 @@ async def test_soak(server: Serving, request: pytest.FixtureRequest, report_figu
         while time.monotonic() < ends_at:
             name, run = chance.choice(kinds)
             number = chance.randrange(10**6)
-            if not await run(client, number):
-                wrong.append(f"{name} ({number})")
+            if (result := await run(client, number)) is not None:
+                wrong.append(f"{name}: {result}")
             done[name] += 1
 
     def memory() -> int:

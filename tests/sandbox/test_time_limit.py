@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolroll.sandbox.protocol import FULL_TIME_FRACTION, max_wall_time
-from toolroll.sandbox.server.execution.time_limit import TimeLimit, TimeSample, TimeVerdict
+from toolroll.sandbox.server.execution.time_limit import ThreadTimes, TimeLimit, TimeSample, TimeVerdict
 
 SECONDS = st.floats(0, 1e4)
 
@@ -43,3 +43,47 @@ def test_every_program_is_stopped_in_the_end(limit_s: float, cpu_share: float, w
 )
 def test_elapsed_time_of_request_is_limited(elapsed_s: float, waited_s: float, verdict: TimeVerdict) -> None:
     assert TimeLimit(1.5, max_elapsed_s=3.0).check(TimeSample(elapsed_s, 0.1, waited_s)) is verdict
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> list[tuple[str, float]]:
+    """Return what a thread does, with durations: it runs, and then waits or sleeps and waits until it runs again."""
+    durations = st.floats(0.001, 1)
+    timeline = []
+    for _ in range(draw(st.integers(1, 8))):
+        timeline += [("wait", draw(durations))] if draw(st.booleans()) else []
+        timeline += [("run", draw(durations))]
+        timeline += [("sleep", draw(durations))] if draw(st.booleans()) else []
+    return timeline[: draw(st.integers(1, len(timeline)))]
+
+
+def kernel_times(timeline: list[tuple[str, float]], at_s: float) -> ThreadTimes:
+    """Return the times that the kernel reports at a moment."""
+    run_s = waits_s = 0.0
+    runs, state = 0, ""
+    for state, duration_s in timeline:
+        runs += state == "run"
+        run_s += min(duration_s, at_s) * (state == "run")
+        if (at_s := at_s - duration_s) <= 0:
+            break
+        waits_s += duration_s * (state == "wait")
+    return ThreadTimes(run_s, waits_s, runs, is_ready=state != "sleep")
+
+
+@given(timelines(), st.floats(0.01, 0.5))
+def test_waits_are_counted_before_they_end(timeline: list[tuple[str, float]], interval_s: float) -> None:
+    """At most one interval of the current wait is missing, and time in which the thread sleeps is not counted."""
+    end_s = sum(duration_s for _, duration_s in timeline)
+    times = ThreadTimes(0.0, 0.0, 0, is_ready=False)
+    for number in range(1, int(end_s / interval_s) + 1):
+        times = kernel_times(timeline, number * interval_s).since(times, interval_s)
+    waited_s, at_s, position_s = 0.0, int(end_s / interval_s) * interval_s, 0.0
+    for state, duration_s in timeline:
+        waited_s += max(0.0, min(duration_s, at_s - position_s)) * (state == "wait")
+        position_s += duration_s
+    measured_s = times.ended_waits_s + times.current_wait_s
+    assert waited_s - interval_s - 1e-6 <= measured_s
+    slept_s = sum(min(duration_s, interval_s) for state, duration_s in timeline if state == "sleep")
+    assert measured_s <= waited_s + (slept_s if times.current_wait_s else 0) + 1e-6
+    if not any(state == "wait" for state, _ in timeline):
+        assert measured_s <= 1e-6

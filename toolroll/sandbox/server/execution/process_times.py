@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from glob import glob
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from toolroll.sandbox.server.execution.time_limit import TimeSample
+from toolroll.sandbox.server.execution.time_limit import ThreadTimes, TimeSample
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_ZOMBIE = "Z"
+_READY_STATES = ("R", "D")
+"""States of a thread that needs the processor, or waits in the kernel without a choice."""
+_ENDED_STATES = ("Z", "X", "")
+_READ_BYTES = 1 << 16
+_NEW_THREAD = ThreadTimes(0.0, 0.0, 0, is_ready=False)
 
 
 class ProcessTimes:
@@ -26,22 +29,29 @@ class ProcessTimes:
     def __init__(self, process: SandboxProcess, *, is_supervised: bool, is_new: bool) -> None:
         self._process = process
         self._is_supervised = is_supervised
-        self._started_at = time.monotonic()
-        self._waits: dict[int, float] = {}
-        """Thread id → time that it has waited for the processor."""
-        self._waited_s = self._cpu_before_s = 0.0
+        self._last = _Reading()
         if not is_new:
-            self._cpu_before_s = self._measure()[0]
-            self._waited_s = 0.0
+            self._last = self._read()
+        self._cpu_before_s = self._last.cpu_s
+        self._started_at = self._measured_at = time.monotonic()
+        self._waited_s = 0.0
 
     def sample(self) -> tuple[TimeSample, bool]:
         """Return the times so far, and whether any process is running."""
-        cpu_s, is_running = self._measure()
-        elapsed_s = time.monotonic() - self._started_at
-        return TimeSample(elapsed_s, cpu_s - self._cpu_before_s, min(self._waited_s, elapsed_s)), is_running
+        last, reading, now = self._last, self._read(), time.monotonic()
+        waits_s = [0.0]
+        for thread, times in reading.threads.items():
+            before = last.threads.get(thread, _NEW_THREAD)
+            reading.threads[thread] = times = times.since(before, now - self._measured_at)
+            waits_s.append(times.ended_waits_s + times.current_wait_s - before.ended_waits_s - before.current_wait_s)
+        self._waited_s += max(waits_s)  # threads that wait at the same time are counted once
+        self._last, self._measured_at = reading, now
+        elapsed_s, cpu_s = now - self._started_at, reading.cpu_s - self._cpu_before_s
+        return TimeSample(elapsed_s, cpu_s, min(self._waited_s, elapsed_s)), reading.is_running
 
-    def _measure(self) -> tuple[float, bool]:
-        cpu_s, is_running, waits = 0.0, False, dict[int, float]()
+    def _read(self) -> _Reading:
+        """Read the times of all processes of the program."""
+        reading = _Reading()
         try:
             pids = self._process.roots()
         except OSError:  # the server has too many open files
@@ -53,43 +63,63 @@ class ProcessTimes:
             if pid in seen:  # a process id can be reused while the tree is read
                 continue
             seen.add(pid)
-            if (stat := _read_stat(pid)) is None:
-                continue
-            state, process_cpu_s = stat
-            pids += _read_threads(pid, {} if pid in uncounted else waits)
-            if pid not in uncounted:
-                cpu_s += process_cpu_s
-                is_running = is_running or state != _ZOMBIE
-        # Threads that wait at the same time are counted once.
-        increases = [wait - self._waits.get(thread, 0.0) for thread, wait in waits.items()]
-        self._waited_s += max(increases, default=0.0)
-        self._waits = waits
-        return cpu_s, is_running
+            is_counted = pid not in uncounted
+            if is_counted:
+                reading.cpu_s += _read_cpu_time(pid)
+            for thread in _threads_of(pid):
+                pids += map(int, _read_file(f"/proc/{pid}/task/{thread}/children").split())
+                if is_counted:
+                    reading.add_thread(pid, thread)
+        return reading
 
 
-def _read_stat(pid: int) -> tuple[str, float] | None:
-    """Return the state of a process, and its CPU time together with that of the children it has waited for."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if not fields:  # the process has ended
-        return None
-    state, threads = fields[0], int(fields[17])
-    # The first thread may have ended before the others.
-    return state if threads <= 1 else "R", sum(map(int, fields[11:15])) / _TICKS_PER_S
+@dataclass
+class _Reading:
+    """Times of a program's processes at one moment."""
+
+    cpu_s: float = 0.0
+    threads: dict[int, ThreadTimes] = field(default_factory=dict)
+    """Thread id → its times."""
+    is_running: bool = False
+
+    def add_thread(self, pid: int, thread: str) -> None:
+        """Add a thread of a process."""
+        state = "".join(_fields_after_name(f"/proc/{pid}/task/{thread}/stat")[:1])
+        self.is_running |= state not in _ENDED_STATES
+        if times := _read_file(f"/proc/{pid}/task/{thread}/schedstat").split():
+            run_ns, wait_ns, runs = map(int, times)
+            self.threads[int(thread)] = ThreadTimes(run_ns / 1e9, wait_ns / 1e9, runs, state in _READY_STATES)
 
 
-def _read_threads(pid: int, waits: dict[int, float]) -> list[int]:
-    """Add the waiting time of each thread to `waits`. Return the children of all threads."""
-    children: list[int] = []
-    for directory in glob(f"/proc/{pid}/task/*"):
-        if times := _read(f"{directory}/schedstat").split():
-            waits[int(os.path.basename(directory))] = int(times[1]) / 1e9
-        children += map(int, _read(f"{directory}/children").split())
-    return children
+def _threads_of(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:  # the process has ended
+        return []
 
 
-def _read(path: str) -> str:
+def _read_cpu_time(pid: int) -> float:
+    """Return the CPU time of a process, together with that of the children it has waited for."""
+    return sum(map(int, _fields_after_name(f"/proc/{pid}/stat")[11:15])) / _TICKS_PER_S
+
+
+def _fields_after_name(path: str) -> list[str]:
+    """Return the fields of a `stat` file from the state on, or nothing if the process has ended."""
+    return _read_file(path).rpartition(")")[2].split()
+
+
+def _read_file(path: str) -> str:
     """Return the content of a file, or nothing if its process has ended or the kernel lacks the file."""
     try:
-        return Path(path).read_text()
+        file = os.open(path, os.O_RDONLY)  # several times as fast as a file object, which matters for a fork bomb
     except OSError:
         return ""
+    content = b""
+    try:
+        while chunk := os.read(file, _READ_BYTES):
+            content += chunk
+        return content.decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

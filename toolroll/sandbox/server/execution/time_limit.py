@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from toolroll.sandbox.protocol import FULL_TIME_FRACTION, max_wall_time
@@ -17,6 +17,8 @@ from toolroll.sandbox.protocol import FULL_TIME_FRACTION, max_wall_time
 MAX_ELAPSED_FACTOR = 4
 """Maximum elapsed time as a multiple of the maximum own time, unless the request limits it."""
 MIN_CHECK_INTERVAL_S = 0.05
+MAX_CHECK_INTERVAL_S = 0.25
+"""Waits of processes that start and end between two checks are not seen, so that checks must be frequent."""
 
 
 class TimeVerdict(Enum):
@@ -37,6 +39,32 @@ class TimeSample:
     """CPU time of all processes together."""
     waited_s: float
     """Time in which the program waited for the processor."""
+
+
+@dataclass(frozen=True)
+class ThreadTimes:
+    """Times of a thread, in seconds."""
+
+    run_s: float
+    ended_waits_s: float
+    """Time that the thread has waited for a processor. The kernel adds a wait when it ends."""
+    runs: int
+    """Number of times that the thread was given a processor."""
+    is_ready: bool
+    """Whether the thread runs, waits for a processor, or waits in the kernel without a choice."""
+    current_wait_s: float = 0.0
+    """Known duration of the current wait."""
+
+    def since(self, before: ThreadTimes, interval_s: float) -> ThreadTimes:
+        """Return these times with the known duration of the current wait, from the times an interval before.
+
+        A thread that was ready before and is ready now, and was not given a processor meanwhile, has either run or
+        waited. It cannot have slept, because it would have to run for that.
+        """
+        if not (before.is_ready and self.is_ready and before.runs == self.runs):
+            return self
+        waited_s = before.current_wait_s + interval_s - (self.run_s - before.run_s)
+        return replace(self, current_wait_s=max(0.0, waited_s))
 
 
 class TimeLimit:
@@ -63,8 +91,8 @@ class TimeLimit:
 
     @property
     def first_check_s(self) -> float:
-        """Elapsed time before which no check is needed."""
-        return min(self.limit_s, self.max_elapsed_s)
+        """Elapsed time at the first check."""
+        return min(self.limit_s, self.max_elapsed_s, MAX_CHECK_INTERVAL_S)
 
     def check(self, sample: TimeSample) -> TimeVerdict:
         """Return the verdict for the times so far."""
@@ -76,7 +104,7 @@ class TimeLimit:
         return TimeVerdict.WITHIN_LIMIT
 
     def until_next_check(self, sample: TimeSample) -> float:
-        """Return the time after which the verdict can be another one, if the program uses one processor."""
+        """Return the time until the next check, if the program uses at most one processor."""
         own_s = sample.elapsed_s - sample.waited_s
         remaining = self.limit_s - sample.cpu_s, self.max_own_s - own_s, self.max_elapsed_s - sample.elapsed_s
-        return max(MIN_CHECK_INTERVAL_S, min(remaining))
+        return max(MIN_CHECK_INTERVAL_S, min(*remaining, MAX_CHECK_INTERVAL_S))
