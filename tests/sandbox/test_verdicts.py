@@ -116,7 +116,7 @@ async def test_sleeping_program_has_more_time_than_a_busy_one(client: SandboxCli
         client.run("while True: pass", run_timeout=0.5),
     )
     assert asleep.outcome is busy.outcome is TIMEOUT
-    assert asleep.execution_time >= max_wall_time(0.5)
+    assert asleep.execution_time > max_wall_time(0.5) - 0.05  # a supervisor starts its clock after the server
     assert busy.run_result
     assert (busy.run_result.cpu_time or 0) < max_wall_time(0.5)
 
