@@ -43,7 +43,7 @@ class ProcessTimes:
         for thread, times in reading.threads.items():
             before = last.threads.get(thread, _NEW_THREAD)
             reading.threads[thread] = times = times.since(before, now - self._measured_at)
-            waits_s.append(times.ended_waits_s + times.current_wait_s - before.ended_waits_s - before.current_wait_s)
+            waits_s.append(times.waited_s - before.waited_s)
         self._waited_s += max(waits_s)  # threads that wait at the same time are counted once
         self._last, self._measured_at = reading, now
         elapsed_s, cpu_s = now - self._started_at, reading.cpu_s - self._cpu_before_s

@@ -55,11 +55,23 @@ class ThreadTimes:
     current_wait_s: float = 0.0
     """Known duration of the current wait."""
 
-    def since(self, before: ThreadTimes, interval_s: float) -> ThreadTimes:
-        """Return these times with the known duration of the current wait, from the times an interval before.
+    @property
+    def waited_s(self) -> float:
+        """Time that the thread has waited for a processor, as far as it is known."""
+        return self.ended_waits_s + self.current_wait_s
 
-        A thread that was ready before and is ready now, and was not given a processor meanwhile, has either run or
-        waited. It cannot have slept, because it would have to run for that.
+    def since(self, before: ThreadTimes, interval_s: float) -> ThreadTimes:
+        """Return these times with the known duration of the current wait.
+
+        A thread that was ready before and is ready now, and was not given a processor meanwhile, has run or waited. The
+        exception is a thread that ran, then slept and woke up within the interval: its sleep counts as a wait.
+
+        Args:
+            before: Times of the thread at the start of an interval.
+            interval_s: Duration of the interval, which ends now.
+
+        Returns:
+            A copy of these times.
         """
         if not (before.is_ready and self.is_ready and before.runs == self.runs):
             return self
