@@ -485,6 +485,29 @@ def test_checkpoint_is_saved_before_longer_hold_is_confirmed() -> None:
     assert ledger.checkpoint() == Checkpoint(4, 0, LEASE_TTL_S, {"h": (2.0, None)})
 
 
+@pytest.mark.parametrize("crossing", [True, False])
+def test_longer_hold_is_confirmed_even_if_it_is_reported_twice(crossing: bool) -> None:
+    """A new waiter makes the holder report again before it has the answer, which it then ignores."""
+    ledger, holder = Ledger(4), LeasedSlots("h")
+
+    def report(now: float, hold: float) -> Lease | None:
+        ledger.report(holder.report(now, in_use=0, wants=4, hold=hold), now)
+        ledger.divide(now)
+        return ledger.answer("h", due=False)
+
+    first = report(0.0, hold=1.0)
+    assert first is not None
+    assert holder.apply(first)
+    assert report(0.1, hold=1.0) is None, "a renewal is answered when it is due"
+    ledger.report(holder.report(0.2, in_use=0, wants=4, hold=2.0), 0.2)
+    if crossing:
+        assert ledger.answer("h", due=False) is not None
+    answer = report(0.3, hold=2.0)
+    assert answer is not None
+    assert holder.apply(answer)
+    assert holder.allows(2.0)
+
+
 def test_leases_last_longer_with_many_holders() -> None:
     network = Network(10_000, [1] * 4000)
     network.step()

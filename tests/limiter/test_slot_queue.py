@@ -266,6 +266,7 @@ async def test_longer_hold_waits_for_confirmation(leased: tuple[SlotQueue, Limit
     assert queue.should_report
     report = queue.report()
     assert 5.0 <= report.hold < 6.0
+    assert not queue.should_report, "the hold is announced"
     assert not long.done()
     queue.apply(Lease(report.seq, 4, 10.0, False, 0.05, 8, 1))
     await long

@@ -45,6 +45,8 @@ class HolderReport(NamedTuple):
     """Slots in use plus the number of waiters."""
     hold: float
     """Maximum remaining duration of any work that runs, or may start before the next report, in seconds."""
+    confirmed_hold: float
+    """The `hold` that the current lease confirmed. If it is less than `hold`, work waits for an answer."""
 
 
 class Lease(NamedTuple):
@@ -93,7 +95,11 @@ class LeasedSlots:
 
     def allows(self, hold: float) -> bool:
         """Return True if work that lasts `hold` seconds may start."""
-        return hold <= self._hold_reported and hold <= self._hold_confirmed
+        return self.has_announced(hold) and hold <= self._hold_confirmed
+
+    def has_announced(self, hold: float) -> bool:
+        """Return True if the latest report announced work that lasts `hold` seconds, confirmed or not."""
+        return hold <= self._hold_reported
 
     @property
     def token(self) -> str | None:
@@ -107,7 +113,7 @@ class LeasedSlots:
         """Return the next report. Answers to earlier reports are ignored from now on."""
         self._seq += 1
         self._sent_at, self._hold_reported = now, hold
-        return HolderReport(self.holder, self._seq, self.usable(now), in_use, wants, hold)
+        return HolderReport(self.holder, self._seq, self.usable(now), in_use, wants, hold, self._hold_confirmed)
 
     def terminate(self) -> None:
         """Give up the lease and ignore any answer that is still in transit."""

@@ -71,8 +71,8 @@ class Holder:
     """Longest `hold` of all reports."""
     revision: int = 0
     """Revision of the checkpoint that must be saved before this holder gets an answer."""
-    hold_increased: bool = False
-    """Whether the latest report announced a longer `hold`, which the holder needs to have confirmed."""
+    needs_confirmation: bool = False
+    """Whether the latest report announced a longer `hold` than the holder has had confirmed."""
     target: int = 0
     """Slots that the latest division assigned to it."""
     credit: float = 0.0
@@ -188,7 +188,8 @@ class Ledger:
         ttl = len(self.holders) / MAX_RENEWALS_PER_S * RENEWALS_PER_LEASE
         if ttl > self.ttl:
             self.ttl, self.ttl_revision = ttl, self._next_revision()
-        holder.hold_increased = report.hold > holder.hold
+        # Not compared with the previous report: the holder may have sent this one before it got the previous answer.
+        holder.needs_confirmation = report.hold > report.confirmed_hold
         holder.seq, holder.reported_at, holder.hold = report.seq, now, report.hold
         holder.wants = max(report.wants, report.in_use)
         self._update_reservation(holder, has=has, offered=0, in_use=report.in_use)
@@ -259,7 +260,7 @@ class Ledger:
         if not self.learning:
             unreserved = self.limit - (self.reserved - holder.reserved)  # by other holders
             capacity = min(holder.target, max(holder.has, unreserved))
-        if capacity == holder.has and not due and not holder.hold_increased:
+        if capacity == holder.has and not due and not holder.needs_confirmation:
             return None
         self._update_reservation(holder, has=holder.has, offered=capacity, in_use=holder.in_use)
         return Lease(holder.seq, capacity, self.ttl, self.contended, self.report_interval, self.limit, self.version)

@@ -139,7 +139,7 @@ class SlotQueue:
         with self._lock:
             has, (reported_in_use, reported_wants) = self._leased.usable(time.monotonic()), self._reported
             in_use, wants = self.in_use, self.in_use + self.waiting
-            if not self._leased.allows(self._first_hold()):
+            if not self._leased.has_announced(self._first_hold()):
                 return True
             if not self.lease.contended:
                 return wants > max(has, reported_wants)
