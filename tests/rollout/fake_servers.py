@@ -36,6 +36,12 @@ class FakeVLLM:
     scale_out: bool
     step: float = 0.0
     """Seconds per token."""
+    shift: int = 0
+    """Number of places by which the ids beside the log-probabilities are shifted."""
+    shortened: int = 0
+    """Number of ids that the server drops from the prompt."""
+    used_prompt: list[int] | None = None
+    """Ids of the prompt with placeholders for images, which the server returns."""
     bodies: dict[str, list[Any]] = field(default_factory=dict)
     disconnected: int = 0
     _aborts: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -57,22 +63,33 @@ class FakeVLLM:
         count, finish = await self._sample(name, body["sampling_params"]["max_tokens"])
         content = [
             {"token_id": number, "logprob": logprob, "rank": 1, "top_logprobs": []}
-            for number, logprob in zip(IDS[:count], LOGPROBS, strict=False)
+            for number, logprob in zip(self._logprob_ids(count), LOGPROBS, strict=False)
         ]
         choice = {"index": 0, "finish_reason": finish, "stop_reason": None, "token_ids": IDS[:count]}
         choice |= {"logprobs": {"content": content}, "weight_versions": [{"version": "7", "start": 0, "end": count}]}
-        usage = {"prompt_tokens": len(body["token_ids"]), "prompt_tokens_details": {"cached_tokens": 3}}
-        return web.json_response({"request_id": name, "output_mode": "tokens", "choices": [choice], "usage": usage})
+        usage = {
+            "prompt_tokens": len(body["token_ids"]) - self.shortened,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        answer = {"request_id": name, "output_mode": "tokens", "choices": [choice], "usage": usage}
+        if body.get("return_token_ids"):
+            assert self.used_prompt is not None
+            usage["prompt_tokens"] = len(self.used_prompt)
+            answer["prompt_token_ids"] = self.used_prompt
+        return web.json_response(answer)
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await self._read(request)
         count, finish = await self._sample(f"cmpl-{body['request_id']}", body["max_tokens"])
-        tokens = [str(number) for number in IDS[:count]]
+        tokens = [f"token_id:{number}" for number in self._logprob_ids(count)]
         logprobs = {"text_offset": [0] * count, "token_logprobs": LOGPROBS[:count], "tokens": tokens}
         choice = {"index": 0, "text": "".join(tokens), "logprobs": logprobs, "finish_reason": finish}
         choice |= {"stop_reason": None, "token_ids": IDS[:count], "prompt_token_ids": body["prompt"]}
-        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": None}
+        usage = {"prompt_tokens": len(body["prompt"]) - self.shortened, "prompt_tokens_details": None}
         return web.json_response({"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": usage})
+
+    def _logprob_ids(self, count: int) -> list[int]:
+        return (IDS[self.shift :] + IDS[: self.shift])[:count]
 
     async def abort(self, request: web.Request) -> web.Response:
         for name in (await self._read(request))["request_ids"]:

@@ -51,7 +51,7 @@ async def test_vllm_falls_back_to_completions() -> None:
             assert (generation.weight_version, generation.timings.cached_tokens) == (None, None)
     first, second = fake.bodies["/v1/completions"]
     assert first.pop("request_id") != second.pop("request_id")
-    assert first == {"prompt": [1, 2, 3], "return_token_ids": True, **SENT}
+    assert first == {"prompt": [1, 2, 3], "return_token_ids": True, "return_tokens_as_token_ids": True, **SENT}
 
 
 async def test_vllm_returns_tokens_of_aborted_call() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.scripted_model import QUESTION, Counting, Model, call, check
 from toolroll import BaseTool, InfraFault, ToolResponse, ToolResult, tool
-from toolroll.errors import ConfigError
+from toolroll.errors import ConfigError, Fault
 from toolroll.rollout.engines.base import Generation
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
@@ -452,3 +452,25 @@ async def test_none_values_of_table_rows_are_ignored(model: Model, caplog: pytes
     (trajectory,) = [one async for one in rollout.run([row])]
     assert (trajectory.group, trajectory.finish_reason) == ("7", FinishReason.STOP)
     assert "tools_kwargs for unknown tool 'other' ignored" in caplog.text
+
+
+async def test_exception_of_a_tool_is_logged_once_with_its_traceback(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    @tool
+    def buggy(x: int) -> int:
+        """Divide."""
+        return 1 // (x - x)
+
+    for _ in range(3):
+        trajectory = await model.run([call("buggy", x=1), "Done."], [buggy])
+        assert trajectory.calls[0].fault is Fault.POLICY
+        assert "ZeroDivisionError" in trajectory.calls[0].answer
+    rollout = Rollout(engine=model.engine([call("buggy", x=1), "Done."]), rendering=model.rendering, tools=[buggy])
+    caplog.clear()
+    for _ in range(3):
+        await rollout.sample("Divide.")
+    [record] = caplog.records
+    assert "tool 'buggy' raised an exception" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError

@@ -14,12 +14,14 @@ from renderers.base import MODEL_RENDERER_MAP, RenderedTokens
 from strategies import scaled
 
 from rollout.small_tokenizer import CHATML_TEMPLATE, FAMILIES, FAMILY_MARKERS, MARKERS, make
-from rollout.test_chatml import CALL, DEEP, TEMPLATE, TEXTS, TOOLS
+from rollout.test_hermes import CALL, DEEP, TEMPLATE, TEXTS, TOOLS
 from toolroll.errors import ConfigError, MissingExtra
-from toolroll.rollout.chat.chatml import ChatMLRenderer
+from toolroll.rollout.chat.families import FamilyRenderer
 from toolroll.rollout.chat.formats import load_rendering
 from toolroll.rollout.chat.parsed_turn import ParsedTurn
-from toolroll.rollout.chat.rendering import Rendering
+from toolroll.rollout.chat.rendering import Rendering, to_plain
+from toolroll.rollout.chat.template import TemplateRenderer
+from toolroll.rollout.chat.vocabulary import Vocabulary
 from toolroll.schemas import FunctionCall, Message, ToolCall
 
 ALL = sorted(set(MODEL_RENDERER_MAP.values()))
@@ -27,6 +29,7 @@ NEEDS_NETWORK = {"gpt-oss": "openai_harmony downloads its vocabulary"}
 RERENDERED = {"deepseek-r1": "its template drops the reasoning of every turn but the last"}
 OFFLINE = [name for name in ALL if name not in NEEDS_NETWORK]
 TOKENIZER = make(FAMILIES, FAMILY_MARKERS, eos="<|endoftext|>")
+VOCABULARY = Vocabulary(TOKENIZER)
 QUESTION = "What is it?"
 USER = Message(role="user", content=QUESTION)
 ADD = ToolCall(id="functions.add:0", function=FunctionCall(name="add", arguments={"a": 1}))
@@ -34,7 +37,12 @@ ASSISTANT = Message(role="assistant", content="I see.", tool_calls=[ADD])
 
 
 def load(name: str) -> Rendering:
-    return load_rendering(TOKENIZER, name)
+    return load_rendering(TOKENIZER, name, needs_tools=False)
+
+
+def vocabulary_of(rendering: Rendering) -> Vocabulary:
+    renderer = rendering.renderer
+    return renderer.vocabulary if isinstance(renderer, TemplateRenderer) else VOCABULARY
 
 
 def response(text: str = "3", name: str | None = "add") -> Message:
@@ -43,12 +51,14 @@ def response(text: str = "3", name: str | None = "add") -> Message:
 
 def sampled_by(rendering: Rendering, prompt: list[int]) -> list[int]:
     """Return the turn as the format renders it: the ids that a model samples."""
-    renderer = rendering._renderer
-    rendered = renderer.render([rendering._to_plain(USER), rendering._to_plain(ASSISTANT)], tools=TOOLS)
+    if isinstance(rendering.renderer, TemplateRenderer):
+        return rendering.renderer.vocabulary.encode_template(CALL)
+    renderer = rendering.renderer._renderer  # type: ignore[attr-defined]
+    rendered = renderer.render([to_plain(USER), to_plain(ASSISTANT)], tools=TOOLS)
     signs = zip(rendered.token_ids, rendered.sampled_mask, rendered.message_indices, strict=True)
     ids = [number for number, by_model, message in signs if by_model and message == 1]
     if rendering.decode(prompt).rstrip().endswith("<think>") and "</think>" not in rendering.decode(ids):
-        ids = [*rendering._vocabulary.encode_template("</think>"), *ids]
+        ids = [*VOCABULARY.encode_template("</think>"), *ids]
     return ids
 
 
@@ -105,7 +115,7 @@ def test_unusable_format_is_rejected(name: str) -> None:
 @settings(max_examples=scaled(25))
 def test_tool_text_adds_no_control_tokens(name: str, text: str) -> None:
     rendering = CACHED[name]
-    control_tokens = set(rendering._vocabulary.control_tokens.values())
+    control_tokens = vocabulary_of(rendering).control_token_texts
 
     def control_tokens_for(content: str) -> list[int]:
         prompt = rendering.prompt([USER, ASSISTANT, response(content)], TOOLS)
@@ -120,11 +130,9 @@ def test_tool_text_adds_no_control_tokens(name: str, text: str) -> None:
 def test_any_sampled_ids_can_be_parsed_and_bridged(name: str, data: Any) -> None:
     rendering = CACHED[name]
     prompt = rendering.prompt([USER], TOOLS)
-    turn = sampled_by(rendering, prompt) if name != "template" else rendering._vocabulary.encode_template(CALL)
+    turn = sampled_by(rendering, prompt)
     kept = data.draw(st.integers(0, len(turn)))
-    numbers = st.sampled_from(sorted(rendering._vocabulary.control_tokens.values())) | st.integers(
-        0, rendering.vocab_size - 1
-    )
+    numbers = st.sampled_from(sorted(VOCABULARY.control_token_texts)) | st.integers(0, rendering.vocab_size - 1)
     spelled = rendering.encode(data.draw(TEXTS | st.sampled_from(['"\\ud800"', "[" * 3000, CALL[11:-12]])))
     sampled = [
         *turn[:kept],
@@ -141,69 +149,136 @@ def test_any_sampled_ids_can_be_parsed_and_bridged(name: str, data: Any) -> None
 
 
 CACHED = {name: load(name) for name in ["chatml", *OFFLINE]}
-CACHED["template"] = load_rendering(TOKENIZER, "template", CHATML_TEMPLATE)
+CACHED["template"] = load_rendering(TOKENIZER, "template", TEMPLATE)
 
 
-# Detection
+# Finding a format
 
 
-def test_chatml_is_detected() -> None:
-    assert load_rendering(make(chat_template=CHATML_TEMPLATE)).name == "chatml", (
-        "a template without tools, as SmolLM2's"
+def test_template_without_tools_is_refused_with_a_remedy() -> None:
+    tokenizer = make(chat_template=CHATML_TEMPLATE)
+    with pytest.raises(ConfigError, match=r"does not show the tools\. Set tool_prompt: hermes"):
+        load_rendering(tokenizer)
+    rendering = load_rendering(tokenizer, tool_prompt="hermes")
+    prompt = rendering.decode(rendering.prompt([USER], TOOLS))
+    assert prompt.startswith("<|im_start|>system\nYou are small.\n\n# Tools\n"), "the default system message is kept"
+    assert '{"name": "add"' in rendering.decode(rendering.prompt([USER, ASSISTANT], TOOLS))
+    plain = load_rendering(tokenizer, needs_tools=False)
+    assert plain.prompt([USER], []) == tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
     )
-    rendering = load_rendering(make(markers=MARKERS, chat_template=TEMPLATE))
-    assert rendering.name == "chatml", "a template with tools, as Qwen2.5's"
-    assert "<|im_start|>system\nYou are small.<|im_end|>" in rendering.decode(rendering.prompt([USER], []))
-    assert load_rendering(make()).name == "chatml", "no template at all, but its tokens"
+
+
+def test_template_without_system_messages_shows_tools_in_the_first_user_message() -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML_TEMPLATE
+    rendering = load_rendering(make(chat_template=strict), tool_prompt="hermes")
+    prompt = rendering.decode(rendering.prompt([USER], TOOLS))
+    assert "<|im_start|>user\n# Tools" in prompt
+    assert prompt.endswith(f"\n\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("template", "problem"),
     [
-        CHATML_TEMPLATE.replace("+ '\n' +", "+ ' ' +"),
-        CHATML_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>{% endif"),
-        TEMPLATE.replace("# Tools", "# The tools"),
-        TEMPLATE.replace("tool_response", "output"),
-        "{{ raise_exception('no') }}",
+        (TEMPLATE.replace("tool_calls", "no_calls"), "does not show tool calls"),
+        (TEMPLATE.replace('response>\\n" + message.content +', 'response>\\n" +'), "does not show tool responses"),
+        (TEMPLATE.replace("{{ tool | tojson }}", ""), "does not show the tools"),
+        (TEMPLATE.replace('{"name": "', '{"tool": "'), "writes tool calls in an unknown form: '.*<tool_call>"),
+        ("{{ raise_exception('Only on Sundays!') }}", "rejects a conversation with a tool call: Only on Sundays!"),
     ],
 )
-def test_template_that_differs_from_chatml_is_used(other: str) -> None:
-    assert load_rendering(make(chat_template=other)).name == "template"
+def test_template_that_would_lose_calls_is_refused(template: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"The model's chat template cannot be used: it {problem}"):
+        load_rendering(make(chat_template=template))
 
 
-def test_known_model_name_selects_format() -> None:
-    tokenizer = make(FAMILIES, FAMILY_MARKERS)
-    tokenizer.name_or_path = "Qwen/Qwen3-8B"
-    assert load_rendering(tokenizer).name == "qwen3"
-    assert load_rendering(tokenizer, chat_template=CHATML_TEMPLATE).name == "chatml", "a custom template has priority"
+def test_turn_must_end_with_a_control_token() -> None:
+    with pytest.raises(ConfigError, match="does not end an assistant turn with a control token"):
+        load_rendering(make(["<s>"], chat_template=TEMPLATE))
+
+
+def test_family_is_found_by_model_type_if_there_is_no_template(tmp_path: Path) -> None:
+    make(FAMILIES, FAMILY_MARKERS).save_pretrained(tmp_path / "checkpoint-200")
+    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Pass a chat_template"):
+        load_rendering(tmp_path / "checkpoint-200")
+    (tmp_path / "checkpoint-200" / "config.json").write_text('{"model_type": "minimax_m2"}')
+    assert load_rendering(tmp_path / "checkpoint-200").name == "minimax-m2"
+
+
+def test_requested_format_that_shows_no_tools_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'deepseek-r1' does not fit the model: tools: the prompt does not show the"):
+        load_rendering(TOKENIZER, "deepseek-r1")
+
+
+def test_requested_format_may_differ_from_the_template(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = make(FAMILIES, FAMILY_MARKERS, chat_template=TEMPLATE)
+    assert load_rendering(tokenizer, "qwen3").name == "qwen3"
+    assert "chat format qwen3: prompts differ from the chat template: question" in caplog.text
+
+
+def test_chatml_needs_no_template() -> None:
+    rendering = load_rendering(make(), "chatml")
+    prompt = rendering.decode(rendering.prompt([USER], []))
+    assert prompt == f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    assert "<|im_start|>system\n# Tools" in rendering.decode(rendering.prompt([USER], TOOLS))
+
+
+# Thinking
+
+
+THINKING = TEMPLATE.replace(
+    '{{- "<|im_start|>assistant" }}',
+    '{{- "<|im_start|>assistant" }}{% if message.reasoning_content %}'
+    "{{ '\n<think>\n' + message.reasoning_content + '\n</think>' }}{% endif %}",
+)
+STRIPPING = TEMPLATE.replace(
+    'if message.content %}{{ "\\n" + message.content }}',
+    'if message.content %}{{ "\\n" + message.content.split("</think>")[-1] }}',
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "system"), [("chatml", ""), ("hermes", ""), ("qwen2.5", "You are Qwen"), ("smollm2", "named SmolLM")]
+    ("template", "thinking", "kept"),
+    [
+        (TEMPLATE, None, True),
+        (THINKING, None, True),
+        (STRIPPING, None, False),
+        (THINKING, "strip", False),
+        (STRIPPING, "keep", True),
+    ],
+    ids=["no reasoning", "shown", "stripped", "shown, asked to strip", "stripped, asked to keep"],
 )
-def test_chatml_names_and_system_messages(name: str, system: str) -> None:
-    rendering = load_rendering(make(), name)
-    assert rendering.name == "chatml"
-    prompt = rendering.decode(rendering.prompt([USER], []))
-    assert system in prompt
-    assert ("<|im_start|>system" in prompt) == bool(system)
-    from_template = load_rendering(make(chat_template=CHATML_TEMPLATE), name)
-    assert "You are small." in from_template.decode(from_template.prompt([USER], [])), "the template has priority"
+def test_thinking_is_kept_as_the_template_does_or_as_asked(template: str, thinking: Any, kept: bool) -> None:
+    rendering = load_rendering(make(markers=MARKERS, chat_template=template), thinking=thinking)
+    assert rendering.keeps_thinking == kept
+    assert isinstance(rendering.renderer, TemplateRenderer)
+    prompt = rendering.prompt([USER], TOOLS)
+    sampled = rendering.renderer.vocabulary.encode_template(f"<think>\nHm.\n</think>\n\n{CALL}<|im_end|>")
+    parsed = rendering.parse(sampled, tools=TOOLS, prompt_ids=prompt)
+    assistant, new = messages_of_loop(parsed)
+    step = rendering.bridge(prompt, sampled, new, messages=[USER, assistant], tools=TOOLS)
+    assert step.rerendered != kept
+    if not kept:
+        assert "Hm." not in rendering.decode(step.ids)
+        assert "three" in rendering.decode(step.ids)
 
 
-def test_custom_renderer_by_dotted_path() -> None:
-    rendering = load_rendering(make(), "toolroll.rollout.chat.chatml.ChatMLRenderer")
-    assert rendering.name == "toolroll.rollout.chat.chatml.ChatMLRenderer"
-    continuation = rendering.bridge([1], [2], [response("<|im_end|>")], messages=[], tools=[])
-    assert "< |" not in rendering.decode(continuation.ids), "ChatML encodes the text unchanged"
+def test_rendering_again_keeps_ids_that_are_a_prefix_anyway() -> None:
+    rendering = load_rendering(make(markers=MARKERS, chat_template=TEMPLATE), thinking="strip")
+    assert isinstance(rendering.renderer, TemplateRenderer)
+    prompt = rendering.prompt([USER], TOOLS)
+    sampled = rendering.renderer.vocabulary.encode_template(f"{CALL}<|im_end|>")
+    assistant, new = messages_of_loop(rendering.parse(sampled, tools=TOOLS, prompt_ids=prompt))
+    step = rendering.bridge(prompt, sampled, new, messages=[USER, assistant], tools=TOOLS)
+    assert not step.rerendered
 
 
 def test_tokenizer_is_loaded_from_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make(chat_template=CHATML_TEMPLATE).save_pretrained(tmp_path)
+    make(chat_template=TEMPLATE).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "toolroll"):
         rendering = load_rendering(tmp_path)
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "chat format chatml (detected from the tokenizer)"
+        "chat format template (found by its template)"
     ]
     assert rendering.decode(rendering.stop_ids[:1]) == "<|im_end|>"
 
@@ -211,14 +286,15 @@ def test_tokenizer_is_loaded_from_directory(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("tokenizer", "name", "message"),
     [
-        ("/nowhere/at/all", None, r"Cannot load a tokenizer from '/nowhere/at/all'.*hf download"),
+        ("/nowhere/at/all", None, r"The model's directory does not exist: /nowhere/at/all\."),
+        ("nobody/nothing", None, r"Cannot load a tokenizer from 'nobody/nothing'.*hf download"),
         (make(), "chatlm", r"Unknown chat format 'chatlm' \(did you mean 'chatml'\?\)"),
         (make(), "zzz", r"Unknown chat format 'zzz'. Available formats: chatml, "),
         (make(), "qwen3", r"'qwen3' cannot be used with this tokenizer.*tool_call"),
         (make(), "no.such.Renderer", r"'no.such.Renderer' cannot be used.*No module named 'no'"),
-        (make(), "template", "no chat template. Pass a chat_template"),
-        (make(["<s>"]), None, "no chat template, and its model is unknown"),
-        (make(["<s>"]), "chatml", r"no tokens <\|im_start\|>"),
+        (make(), "template", "the tokenizer has none. Pass a chat_template"),
+        (make(["<s>"]), None, "the tokenizer has none. Pass a chat_template"),
+        (make(["<s>"]), "chatml", r"no tokens <\|im_end\|> and <\|im_start\|>"),
         (object(), None, "Expected a tokenizer of transformers"),
     ],
 )
@@ -234,7 +310,7 @@ def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_reach_template_and_renderer() -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'loud' if shout else 'quiet' }}"
+    template = TEMPLATE + "{{ 'loud' if shout else 'quiet' }}"
     loud = load_rendering(make(chat_template=template), chat_template_kwargs={"shout": True})
     assert loud.decode(loud.prompt([USER], [])).endswith("loud")
     plain = load("qwen3")
@@ -248,10 +324,12 @@ def test_settings_reach_template_and_renderer() -> None:
 
 
 def test_rejected_conversation_is_reported() -> None:
-    picky = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('No tools!') }}{% endif %}{% endfor %}"
-    rendering = load_rendering(make(chat_template=picky))
-    with pytest.raises(ConfigError, match=r"'template' cannot render this conversation \(user, tool\): No tools!"):
-        rendering.prompt([USER, response()], [])
+    picky = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No tools!') }}{% endif %}{% endfor %}"
+    )
+    rendering = load_rendering(make(chat_template=picky + CHATML_TEMPLATE), needs_tools=False)
+    with pytest.raises(ConfigError, match=r"'template' cannot render this conversation \(user, system\): No tools!"):
+        rendering.prompt([USER, Message(role="system", content="")], [])
     with pytest.raises(ConfigError, match="at least one message"):
         rendering.prompt([], [])
 
@@ -265,7 +343,8 @@ def test_invalid_arguments_do_not_break_rendering() -> None:
         "{% for c in message.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{% endfor %}{% endfor %}"
         "{{ '<|im_start|>'",
     )
-    for rendering in (load_rendering(make(chat_template=strict)), CACHED["gemma4"], CACHED["inkling"]):
+    template = load_rendering(make(chat_template=strict), needs_tools=False)
+    for rendering in (template, CACHED["gemma4"], CACHED["inkling"]):
         for arguments in ('{"a": 1}', '{"a": ', "[1]", "[" * 3000, DEEP):
             call = ToolCall(id="c", function=FunctionCall(name="add", arguments=arguments))
             assistant = Message(role="assistant", content="", tool_calls=[call])
@@ -280,9 +359,8 @@ def test_response_to_unreadable_call_is_rendered() -> None:
     assistant = Message(role="assistant", content="call:?")
     for name in OFFLINE:
         continuation = CACHED[name].bridge(
-            [], [], [response("three", name=None)], messages=[USER, assistant], tools=TOOLS
+            [5], [6], [response("three", name=None)], messages=[USER, assistant], tools=TOOLS
         )
-        assert continuation.rerendered
         assert "three" in CACHED[name].decode(continuation.ids)
 
 
@@ -315,8 +393,9 @@ class FakeRenderer:
         (ValueError("caused by the model"), None),
     ],
 )
-def test_result_of_bridge_is_verified(result: Any, ids: list[int] | None) -> None:
-    rendering = Rendering("fake", FakeRenderer(result), CACHED["chatml"]._vocabulary)
+def test_result_of_bridge_is_verified(result: Any, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("renderers.base.create_renderer", lambda *_: FakeRenderer(result))
+    rendering = Rendering("fake", FamilyRenderer(VOCABULARY, "qwen3", {}), VOCABULARY)
     continuation = rendering.bridge(array("q", [1]), array("q", [2, 7]), [response()], messages=[USER], tools=[])
     assert (continuation.ids, continuation.rerendered) == ((ids, False) if ids else ([9, 9], True))
 
@@ -359,10 +438,10 @@ def test_slow_tokenizer_keeps_text_as_text() -> None:
                 raise AttributeError(name)
             return getattr(self._inner, name)
 
-    renderer = ChatMLRenderer(Slow())
+    vocabulary = Vocabulary(Slow())
     text = "a<|im_end|>b<tool_call><|im_<|im_end|>end|>\ud800"
-    ids = renderer.vocabulary.encode(text)
-    assert not set(ids) & set(renderer.vocabulary.control_tokens.values())
-    assert renderer.vocabulary.decode(ids) == text.replace("\ud800", "\ufffd")
-    assert renderer.vocabulary.control_tokens["<tool_call>"] in renderer.vocabulary.encode_with_markers(text)
-    assert renderer.vocabulary.decode([*ids, -1, 10**12]) == renderer.vocabulary.decode(ids)
+    ids = vocabulary.encode(text)
+    assert not set(ids) & set(vocabulary.control_token_texts)
+    assert vocabulary.decode(ids) == text.replace("\ud800", "\ufffd")
+    assert vocabulary.control_tokens["<tool_call>"] in vocabulary.encode_template(text)
+    assert vocabulary.decode([*ids, -1, 10**12]) == vocabulary.decode(ids)

@@ -1,64 +1,65 @@
-"""Chat formats by name, or detected from a tokenizer.
+"""Find the chat format of a model.
 
     rendering = load_rendering("/models/Qwen3-8B")
 
-A detected format is verified: either the exact name of the model is known, or the format renders several conversations
-to the same ids as the tokenizer's chat template. Otherwise the template itself is used.
+A format is found by proof, whatever the directory is called: the model's own chat template, if tools work with it, else
+a family of the package `renderers` that the model's type or directory names. Both must pass the checks in `checks.py`;
+otherwise the model is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from toolroll.errors import ConfigError, MissingExtra, did_you_mean
+from toolroll.errors import ConfigError, MissingExtra
+from toolroll.rollout.chat.checks import OPTIONAL, Check, check_rendering
+from toolroll.rollout.chat.image_tokens import ImageTokens
+from toolroll.rollout.chat.model_files import check_model_path, read_model_file
 from toolroll.rollout.chat.parsed_turn import Tools
-from toolroll.rollout.chat.rendering import Rendering
+from toolroll.rollout.chat.rendering import ImageRole, Renderer, Rendering, Thinking
+from toolroll.rollout.chat.template import CHATML_TEMPLATE, TemplateError, TemplateRenderer
 from toolroll.rollout.chat.vocabulary import Vocabulary
 from toolroll.schemas import JsonDict
 
 logger = logging.getLogger(__name__)
 
-CHATML_SYSTEMS: dict[str, str | None] = {
-    "chatml": None,
-    "hermes": None,
-    "qwen2.5": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-    "smollm2": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-}
-"""Names of ChatML, with the default system message if the chat template does not define one."""
-TEMPLATE_NAMES = ("template", "default")
-"""Names of the tokenizer's chat template."""
+ToolPrompt = Literal["hermes"]
+IMAGE_ROLES: tuple[ImageRole, ...] = ("user", "tool")
+CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
-_PROBE_CALLS = [
-    {"type": "function", "function": {"name": name, "arguments": {"a": 1, "b": "two"}}} for name in ("f", "g")
-]
-_PROBE_CHAT: list[JsonDict] = [
-    {"role": "user", "content": "One?"},
-    {"role": "assistant", "content": "Two."},
-    {"role": "user", "content": "Three?"},
-]
-PROBES: list[list[JsonDict]] = [
-    _PROBE_CHAT,
-    [{"role": "system", "content": "Be brief."}, *_PROBE_CHAT],
-    [
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "I'll see.", "tool_calls": _PROBE_CALLS},
-        {"role": "tool", "content": "1", "name": "f"},
-        {"role": "tool", "content": "2", "name": "g"},
-        {"role": "assistant", "content": "", "tool_calls": _PROBE_CALLS[:1]},
-        {"role": "tool", "content": "3", "name": "f"},
-        *_PROBE_CHAT[1:],
-    ],
-]
-"""Conversations that a template must render like a format; the last one has tool calls."""
-PROBE_TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "Do.", "parameters": {"type": "object"}}}
-    for name in ("f", "g")
-]
+
+@dataclass(frozen=True)
+class FormatReport:
+    """How the chat format of a model was chosen."""
+
+    rendering: Rendering | None
+    """The rendering, or None if the model is refused."""
+    checks: list[Check]
+    """Checks of the rendering, or of the first format that failed."""
+    problem: str | None = None
+    """Why the model is refused, and what to set."""
+
+    @property
+    def format(self) -> str | None:
+        """Name of the chat format, or None if the model is refused."""
+        return self.rendering.name if self.rendering else None
+
+    @property
+    def call_form(self) -> str | None:
+        """Form in which the model writes tool calls, or None if the model is refused or a family defines it."""
+        renderer = self.rendering.renderer if self.rendering else None
+        return renderer.parser.name if isinstance(renderer, TemplateRenderer) else None
+
+    @property
+    def image_problems(self) -> dict[str, str | None]:
+        """Why the model cannot see images in messages of a role, or None if it can. Empty for models without vision."""
+        if self.rendering is None or self.rendering.image_token_id is None:
+            return {}
+        return {role: self.rendering.find_image_problem(role) for role in IMAGE_ROLES}
 
 
 def load_rendering(
@@ -66,38 +67,177 @@ def load_rendering(
     format: str | None = None,  # noqa: A002
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tool_prompt: ToolPrompt | None = None,
+    thinking: Thinking | None = None,
+    needs_tools: bool = True,
 ) -> Rendering:
     """Load the rendering of a model.
 
     Args:
         tokenizer: A tokenizer of transformers, or the directory that contains it (nothing is downloaded). Its settings
             must not be changed afterwards.
-        format: "chatml" (also "hermes", "qwen2.5", "smollm2"); a name of the package renderers, e.g. "qwen3";
-            "template" for the tokenizer's chat template; or the dotted path of a renderer class. By default it is
-            detected: by the model's exact name; else ChatML, if the template is equivalent; else the template.
+        format: "template" for the tokenizer's chat template; "chatml" for ChatML with a tool prompt; a name of the
+            package renderers, e.g. "qwen3"; or the dotted path of a renderer class. By default it is found by proof.
         chat_template: Jinja template to use in place of the tokenizer's.
         chat_template_kwargs: Settings of the template or of the family's renderer, for example `enable_thinking`.
+        tool_prompt: "hermes" for a model whose chat template does not show tools: the system message lists them, and
+            their responses are user messages.
+        thinking: "keep" or "strip" the reasoning of earlier turns. By default as the template does it between two
+            tool calls. "strip" renders the conversation again after each turn.
+        needs_tools: False for rollouts without tools, in which every template can be used.
 
     Returns:
         The rendering.
 
     Raises:
         MissingExtra: If the extra `rollout` is not installed.
-        ConfigError: If the tokenizer cannot be loaded, or the format is unknown, does not fit the tokenizer or cannot
-            be detected.
+        ConfigError: If the tokenizer cannot be loaded, or the format is unknown or does not fit the model. The message
+            states what failed and what to set.
     """
+    report = inspect_format(
+        tokenizer,
+        format,
+        chat_template,
+        chat_template_kwargs,
+        tool_prompt=tool_prompt,
+        thinking=thinking,
+        needs_tools=needs_tools,
+    )
+    if report.rendering is None:
+        raise ConfigError(report.problem or "The chat format cannot be used.")
+    rendering = report.rendering
+    origin = "requested" if format else "found by its template"
+    stops = ", ".join(rendering.decode([token_id]) for token_id in rendering.stop_ids)
+    logger.info("chat format %s (%s); a turn ends with %s", rendering.name, origin, stops)
+    return rendering
+
+
+def inspect_format(
+    tokenizer: Any,
+    format: str | None = None,  # noqa: A002
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tool_prompt: ToolPrompt | None = None,
+    thinking: Thinking | None = None,
+    needs_tools: bool = True,
+) -> FormatReport:
+    """Choose the format of a model and report the checks. Takes the arguments of `load_rendering`."""
     try:
         import renderers  # noqa: F401
     except ImportError as error:
         raise MissingExtra("renderers", "rollout") from error
     loaded = _load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    is_chatml = format == "chatml"
+    if is_chatml:
+        chat_template, tool_prompt = CHATML_TEMPLATE, "hermes"
+        if chat_template_kwargs:
+            raise ConfigError(f"ChatML has no settings, got chat_template_kwargs: {', '.join(chat_template_kwargs)}.")
     vocabulary = Vocabulary(loaded, chat_template)
-    source = _RendererSource(vocabulary, chat_template, dict(chat_template_kwargs or {}))
-    name, renderer = source.detect() if format is None else source.create(format)
-    rendering = Rendering(name, renderer, vocabulary)
-    origin = "requested" if format else "detected from the tokenizer"
-    logger.info("chat format %s (%s); stop ids %s", name, origin, rendering.stop_ids)
-    return rendering
+    if is_chatml and not vocabulary.control_tokens.keys() >= CHATML_TOKENS:
+        raise ConfigError(
+            f"The tokenizer has no tokens {' and '.join(sorted(CHATML_TOKENS))}, which ChatML requires. Omit the "
+            "format to find one."
+        )
+    settings = dict(chat_template_kwargs or {})
+    finder = _Finder(vocabulary, chat_template, settings, tool_prompt, thinking, needs_tools)
+    if format in (None, "template", "chatml"):
+        name = "chatml" if is_chatml else "template"
+        return finder.find(name, try_families=format is None and tool_prompt is None)
+    return finder.check_family(format, is_requested=True)
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Creates and checks the formats of a tokenizer."""
+
+    vocabulary: Vocabulary
+    chat_template: str | None
+    settings: dict[str, Any]
+    tool_prompt: ToolPrompt | None
+    thinking: Thinking | None
+    needs_tools: bool
+
+    def find(self, name: str, *, try_families: bool) -> FormatReport:
+        """Return the template's format if tools work with it, else a family's."""
+        template, problem = self._template(self.tool_prompt)
+        if template is None and not self.needs_tools:
+            template, problem = self._template("hermes")  # shows no tools if there are none
+        if template is not None:
+            return self._report(name, template)
+        for family in self._families() if try_families and self.chat_template is None else ():
+            try:
+                report = self.check_family(family)
+            except ConfigError:
+                continue
+            if report.rendering is not None:
+                return report
+        remedy = "" if self.tool_prompt else _remedy(self._template("hermes")[0] is not None)
+        failed = Check("template", False, problem)
+        return FormatReport(None, [failed], f"The model's chat template cannot be used: {problem}.{remedy}")
+
+    def check_family(self, name: str, *, is_requested: bool = False) -> FormatReport:
+        """Create a family's format and check it."""
+        from toolroll.rollout.chat.families import FamilyRenderer
+
+        renderer = FamilyRenderer(self.vocabulary, name, self.settings)
+        return self._report(name, renderer, is_requested=is_requested)
+
+    def _template(self, tool_prompt: ToolPrompt | None) -> tuple[TemplateRenderer | None, str]:
+        """Return the template's renderer, or None and why tools cannot be used with it."""
+        if self.chat_template is None and getattr(self.vocabulary.tokenizer, "chat_template", None) is None:
+            return None, "the tokenizer has none"
+        try:
+            return TemplateRenderer(self.vocabulary, self.chat_template, self.settings, tool_prompt), ""
+        except TemplateError as error:
+            return None, str(error)
+
+    def _report(self, name: str, renderer: Renderer, *, is_requested: bool = False) -> FormatReport:
+        images = ImageTokens.find(self.vocabulary.tokenizer)
+        rendering = Rendering(name, renderer, self.vocabulary, self.thinking, images)
+        checks = check_rendering(rendering, self._apply_template)
+        failed = [check for check in checks if not check.passed]
+        for check in failed if is_requested else ():
+            if check.name in OPTIONAL:
+                logger.warning("chat format %s: %s %s", name, check.name, check.detail)
+        if is_requested:
+            failed = [check for check in failed if check.name not in OPTIONAL]
+        if not failed or not self.needs_tools:
+            return FormatReport(rendering, checks)
+        problem = f"The chat format {name!r} does not fit the model: {failed[0].name}: {failed[0].detail}."
+        return FormatReport(None, checks, f"{problem} Choose another model_format, or omit it to find one.")
+
+    def _apply_template(self, messages: Sequence[JsonDict], tools: Tools) -> Sequence[int]:
+        """Render a conversation in the tokenizer's own way."""
+        if tools and self.tool_prompt:
+            raise ValueError("With a tool prompt, tools are not shown in the template's way.")
+        ids: list[int] = self.vocabulary.tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) or None,
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self.settings,
+        )
+        return ids
+
+    def _families(self) -> list[str]:
+        from toolroll.rollout.chat.families import families_of
+
+        path = Path(str(getattr(self.vocabulary.tokenizer, "name_or_path", "")))
+        model_type = read_model_file(self.vocabulary.tokenizer, "config.json").get("model_type")
+        return families_of([*([str(model_type)] if model_type else []), path.name])
+
+
+def _remedy(has_tool_prompt: bool) -> str:
+    if has_tool_prompt:
+        return (
+            " Set tool_prompt: hermes, which lists the tools in the system message and shows their responses as user "
+            "messages, or pass a chat_template that shows tools."
+        )
+    return " Pass a chat_template that shows tools, or a model_format, e.g. chatml if the model was trained with it."
 
 
 def _load_tokenizer(path: str | Path) -> Any:
@@ -105,6 +245,7 @@ def _load_tokenizer(path: str | Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingExtra("transformers", "rollout") from error
+    check_model_path(path)
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # transformers raises many types
@@ -114,110 +255,3 @@ def _load_tokenizer(path: str | Path) -> Any:
             f"model first (hf download {path}). A tokenizer that needs custom code must be loaded by the caller and "
             "passed as an object."
         ) from error
-
-
-@dataclass(frozen=True)
-class _RendererSource:
-    """Creates renderers for a tokenizer."""
-
-    vocabulary: Vocabulary
-    chat_template: str | None
-    settings: dict[str, Any]
-
-    def detect(self) -> tuple[str, Any]:
-        """Return the name and the renderer of the format that fits the tokenizer."""
-        from renderers.base import MODEL_RENDERER_MAP
-
-        from toolroll.rollout.chat.chatml import TURN_END, TURN_START
-
-        template = self._template()
-        model = str(getattr(self.vocabulary.tokenizer, "name_or_path", ""))
-        if model in MODEL_RENDERER_MAP and self.chat_template is None:
-            return self.create(MODEL_RENDERER_MAP[model])
-        # A directory may have the name of its model (/models/Qwen3-8B). The template must agree.
-        families = {known.rpartition("/")[2].lower(): family for known, family in MODEL_RENDERER_MAP.items()}
-        family = families.get(Path(model).name.lower())
-        if family is not None and template is not None:
-            with contextlib.suppress(ConfigError):
-                found = self.create(family)
-                if _is_equivalent(found[1], template):
-                    return found
-        if {TURN_START, TURN_END} <= self.vocabulary.control_tokens.keys():
-            chatml = self._chatml(template, None)
-            if template is None or _is_equivalent(chatml, template):
-                return "chatml", chatml
-        if template is None:
-            raise ConfigError(
-                "Cannot detect the chat format: the tokenizer has no chat template, and its model is unknown. Pass a "
-                "format or a chat_template."
-            )
-        return "template", template
-
-    def create(self, name: str) -> tuple[str, Any]:
-        """Return the canonical name and the renderer of a format."""
-        from renderers.base import MODEL_RENDERER_MAP, create_renderer
-        from renderers.configs import CustomRendererConfig, config_from_name
-
-        if name in CHATML_SYSTEMS:
-            if self.settings:
-                raise ConfigError(f"ChatML has no settings, got chat_template_kwargs: {', '.join(self.settings)}.")
-            return "chatml", self._chatml(self._template(), CHATML_SYSTEMS[name])
-        if name in TEMPLATE_NAMES:
-            if (template := self._template()) is None:
-                raise ConfigError("The tokenizer has no chat template. Pass a chat_template or another format.")
-            return "template", template
-        families = set(MODEL_RENDERER_MAP.values())
-        if name not in families and "." not in name and ":" not in name:
-            known = sorted({*CHATML_SYSTEMS, *TEMPLATE_NAMES, *families})
-            hint = did_you_mean(name, known) or f". Available formats: {', '.join(known)}"
-            raise ConfigError(f"Unknown chat format {name!r}{hint}.")
-        try:
-            config = config_from_name(name) if name in families else CustomRendererConfig(import_path=name)
-            config = type(config).model_validate({**config.model_dump(), **self.settings})
-            return name, create_renderer(self.vocabulary.tokenizer, config)
-        except Exception as error:  # e.g. a missing token or class, or an error of a custom class
-            raise ConfigError(
-                f"The chat format {name!r} cannot be used with this tokenizer: {type(error).__name__}: "
-                f"{error!s:.300}. Choose another format, or omit it to detect one."
-            ) from error
-
-    def _template(self) -> Any:
-        from toolroll.rollout.chat.template import TemplateRenderer
-
-        if self.chat_template is None and getattr(self.vocabulary.tokenizer, "chat_template", None) is None:
-            return None
-        return TemplateRenderer(self.vocabulary, self.chat_template, self.settings)
-
-    def _chatml(self, template: Any, default_system: str | None) -> Any:
-        """Return a ChatML renderer with the default system message of the template, if there is one."""
-        from toolroll.rollout.chat.chatml import TURN_END, TURN_START, ChatMLConfig, ChatMLRenderer
-
-        if template is not None:
-            system_start, system_end = f"{TURN_START}system\n", f"{TURN_END}\n{TURN_START}user\n"
-            try:
-                text = template.text(PROBES[0][:1])
-            except Exception:  # a template may reject any conversation
-                text = ""
-            if text.startswith(system_start) and system_end in text:
-                default_system = text[len(system_start) :].partition(system_end)[0]
-            elif text:
-                default_system = None
-        return ChatMLRenderer(self.vocabulary, ChatMLConfig(default_system=default_system))
-
-
-def _is_equivalent(renderer: Any, template: Any) -> bool:
-    """Return True if a template renders every probe to the same ids as a renderer.
-
-    A template that ignores tools is compared without them; the Hermes format is then as good as any other.
-    """
-    try:
-        shows_tools = template.text(PROBES[0], PROBE_TOOLS) != template.text(PROBES[0])
-        probes: list[tuple[list[JsonDict], Tools | None]] = [(probe, None) for probe in PROBES[:2]]
-        probes += [(probe, PROBE_TOOLS) for probe in PROBES] if shows_tools else []
-        return all(
-            list(renderer.render_ids(probe, tools=tools, add_generation_prompt=True))
-            == template.render_ids(probe, tools=tools, add_generation_prompt=True)
-            for probe, tools in probes
-        )
-    except Exception:  # a template may reject any conversation
-        return False

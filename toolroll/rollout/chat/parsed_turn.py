@@ -7,9 +7,11 @@ arguments contain no lone surrogates, which JSON can express but UTF-8 cannot en
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from toolroll._internal.text import replace_lone_surrogates_in_json
 from toolroll.schemas import JsonDict
@@ -24,6 +26,9 @@ JSON_ERROR_CONTEXT_CHARS = 10
 """Number of characters shown on each side of an error in JSON."""
 MAX_CALL_NESTING = 100
 """Maximum nesting of arguments. Deeper values exceed Python's recursion limit in code that processes them."""
+
+CALL_ID = re.compile(r"[\w.:-]{1,80}")
+"""An id that a model may give a call. Templates show it, so it must not contain control tokens."""
 
 UNCLOSED_CALL = "The tool call is incomplete. Write the whole call, including the marker that closes it."
 MISSING_TOOL_NAME = "The tool call has no tool name. Specify the tool to call."
@@ -50,26 +55,42 @@ class ParsedCall:
     """Id that links the call to its response. Some formats contain one; `ParsedTurn.prepare_calls` adds the others."""
 
     @classmethod
+    def check(
+        cls,
+        name: Any,
+        arguments: Any,
+        raw: str,
+        *,
+        problem: str | None = None,
+        id: str | None = None,  # noqa: A002
+    ) -> ParsedCall:
+        """Create a call from what was read. The first check that it fails becomes its problem."""
+        known_name = name.strip() if isinstance(name, str) and name.strip() else None
+        kept = arguments if isinstance(arguments, str | dict) else None
+        is_too_deep = _is_too_deep(kept)
+        kept = None if is_too_deep else kept
+        clean_name, clean_arguments = known_name, kept
+        if "\\u" in raw.lower():  # a lone surrogate is possible
+            clean_name = replace_lone_surrogates_in_json(known_name)
+            clean_arguments = replace_lone_surrogates_in_json(kept)
+        checks = (
+            (problem is not None, problem),
+            (known_name is None, MISSING_TOOL_NAME),
+            (not isinstance(arguments, str | dict), MALFORMED_CALL),
+            (is_too_deep, CALL_TOO_DEEP),
+            ((clean_name, clean_arguments) != (known_name, kept), LONE_SURROGATE_IN_CALL),
+        )
+        failed = next((message for has_failed, message in checks if has_failed), None)
+        return cls(clean_name, clean_arguments, raw, failed, id if id and CALL_ID.fullmatch(id) else None)
+
+    @classmethod
     def from_renderer(cls, call: Any) -> ParsedCall:
         """Convert a `renderers.ParsedToolCall`."""
-        name = call.name if isinstance(call.name, str) and call.name else None
-        arguments = call.arguments if isinstance(call.arguments, str | dict) else None
-        is_readable = name is not None and isinstance(arguments, dict)
-        is_too_deep = _is_too_deep(arguments)
-        kept_arguments = None if is_too_deep else arguments
-        clean_name, clean_arguments = name, kept_arguments
-        if "\\ud" in call.raw.lower():  # a lone surrogate is possible
-            clean_name = replace_lone_surrogates_in_json(name)
-            clean_arguments = replace_lone_surrogates_in_json(kept_arguments)
-        checks = (
-            (name is None, MISSING_TOOL_NAME),
-            (call.arguments is not arguments, MALFORMED_CALL),
-            (is_too_deep, CALL_TOO_DEEP),
-            ((clean_name, clean_arguments) != (name, kept_arguments), LONE_SURROGATE_IN_CALL),
-        )
-        failed_check = next((message for failed, message in checks if failed), None)
-        problem = _status_problem(str(call.status), call.raw, is_readable=is_readable) or failed_check
-        return cls(clean_name, clean_arguments, call.raw, problem, call.id)
+        is_readable = isinstance(call.name, str) and bool(call.name) and isinstance(call.arguments, dict)
+        problem = STATUS_PROBLEMS.get(str(call.status), MALFORMED_CALL)
+        if str(call.status) == "invalid_json":  # if readable, it is a value of another type, which the schema reports
+            problem = None if is_readable else json_problem(call.raw) or MALFORMED_CALL
+        return cls.check(call.name, call.arguments, call.raw, problem=problem, id=call.id)
 
 
 @dataclass(frozen=True)
@@ -81,7 +102,7 @@ class ParsedTurn:
     calls: tuple[ParsedCall, ...] = ()
     """Calls in the order in which they were written, valid or not."""
     dropped_calls: int = 0
-    """Number of calls after these that were dropped by `prepare_calls`."""
+    """Number of calls after these that were not read, or dropped by `prepare_calls`."""
 
     @classmethod
     def from_renderer(cls, response: Any) -> ParsedTurn:
@@ -90,12 +111,16 @@ class ParsedTurn:
         return cls(response.content or "", response.reasoning_content or None, calls)
 
     def prepare_calls(self, turn: int, max_parallel_calls: int) -> ParsedTurn:
-        """Return the turn with an id for each call, and without the calls that exceed the limit by far."""
+        """Return the turn with an id for each call, and without the calls that exceed the limit by far.
+
+        An id has nine letters and digits, as Mistral's templates demand.
+        """
         max_calls = max_parallel_calls + MAX_REJECTED_CALLS
         calls = [
-            replace(call, id=call.id or f"call_{turn}_{index}") for index, call in enumerate(self.calls[:max_calls])
+            replace(call, id=call.id or f"call{turn:03d}{index:02d}")
+            for index, call in enumerate(self.calls[:max_calls])
         ]
-        return replace(self, calls=tuple(calls), dropped_calls=len(self.calls) - len(calls))
+        return replace(self, calls=tuple(calls), dropped_calls=self.dropped_calls + len(self.calls) - len(calls))
 
 
 def as_object(arguments: object) -> JsonDict | None:
@@ -123,25 +148,35 @@ def _is_too_deep(value: object) -> bool:
             item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list)
         ]
         layer = [item for container in containers for item in container]
-    return bool(layer)
+        if not layer:
+            return False
+    return True
 
 
-def _status_problem(status: str, raw: str, *, is_readable: bool) -> str | None:
-    """Return the message for a renderer's status."""
-    if status == "invalid_json":  # if readable, it is a value of another type, which the schema reports
-        return None if is_readable else f"The tool call is not valid JSON{_locate_json_error(raw)}."
-    return STATUS_PROBLEMS.get(status, MALFORMED_CALL)
+def reject_constant(name: str) -> NoReturn:
+    """Reject NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _locate_json_error(raw: str) -> str:
+def parse_finite(text: str) -> float:
+    """Parse a number, rejecting those that are too large for a float."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is too large a number")
+    return value
+
+
+def json_problem(raw: str) -> str | None:
+    """Return a message to the model about the first error in JSON, or None if there is none."""
+    location = ""
     try:
-        json.loads(raw, strict=False)
+        json.loads(raw, strict=False, parse_constant=reject_constant, parse_float=parse_finite)
     except json.JSONDecodeError as error:
         excerpt = raw[max(0, error.pos - JSON_ERROR_CONTEXT_CHARS) : error.pos + JSON_ERROR_CONTEXT_CHARS]
         near = json.dumps(excerpt, ensure_ascii=False)
-        return f": {error.msg.lower()} at line {error.lineno}, column {error.colno}, near {near}"
+        location = f"{error.msg.lower()} at line {error.lineno}, column {error.colno}, near {near}"
     except RecursionError:
-        return ": it is nested too deeply"
-    except ValueError as error:  # an integer with more digits than Python converts
-        return f": {error!s:.100}"
-    return ""
+        location = "it is nested too deeply"
+    except ValueError as error:  # a constant, or an integer with more digits than Python converts
+        location = f"{error!s:.100}"
+    return f"The tool call is not valid JSON: {location}." if location else None

@@ -4,18 +4,18 @@ A tool may print `<|im_end|>`, and a model may cause that. Encoded with a tokeni
 end the turn. *Control tokens* are the special tokens and the markers of a format, such as `<tool_call>`. Invariants:
 
 - `encode` never returns a control token, even for text that spells one.
-- `encode_with_markers` returns markers for text that spells them, as in training, but never special tokens.
-- `encode_template` is for the output of a template: text that spells a control token becomes that token.
+- `encode_template` is for the output of a template: text that spells a control token becomes that token, except the
+  text that a caller passes as `literals`.
 - `decode` accepts any ids, including ids outside the vocabulary.
-- A vocabulary is immutable and thread-safe. It copies the tokenizer's backend, whose truncation and padding settings
-  other code may change.
+- A vocabulary is immutable and thread-safe. Its encoders share the model of the tokenizer's backend, but not the
+  backend's truncation and padding, which other code may change.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -41,34 +41,66 @@ class Vocabulary:
     Attributes:
         size: Number of ids.
         control_tokens: Ids of special tokens and markers by their text.
+        control_token_texts: Texts of control tokens by their id.
+        control_token: Pattern that matches a control token's text.
         control_token_pattern: Pattern that matches the first character of a control token's text.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self._chat_template = chat_template
         added = getattr(tokenizer, "added_tokens_decoder", None)
         if added is None or not hasattr(tokenizer, "encode"):
             raise ConfigError(
                 f"Expected a tokenizer of transformers, got {tokenizer!r:.80}. Load one with AutoTokenizer."
             )
-        self.size = 1 + max([*tokenizer.get_vocab().values(), *added])
+        self.size = max(tokenizer.vocab_size, 1 + max(added, default=-1))
         template = chat_template or getattr(tokenizer, "chat_template", None)
         template_text = None if template is None else str(template)
         self.control_tokens: dict[str, int] = {
             token.content: token_id for token_id, token in added.items() if _is_control_token(token, template_text)
         }
+        self.control_token_texts = {token_id: text for text, token_id in self.control_tokens.items()}
         self.control_token_pattern = _first_character_pattern(self.control_tokens)
-        special = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._backend = None if backend is None else _copy_backend(backend, set())
-        decode_slowly = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        self._decode: Callable[..., Any] = decode_slowly if self._backend is None else self._backend.decode
-        self.encode_template = self._make_encoder(set())
-        """Encode the output of a template."""
+        self.control_token = re.compile("|".join(map(re.escape, _longest_first(self.control_tokens))) or "(?!)")
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._encode_template = self._make_encoder(set())
         self.encode = self._make_encoder(set(self.control_tokens))
         """Encode text without producing control tokens."""
-        self.encode_with_markers = self._make_encoder(special & set(self.control_tokens))
-        """Encode text, producing markers but no special tokens."""
+        decode_slowly = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._decode: Callable[..., Any] = decode_slowly if self._backend is None else self._backend.decode
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The encoders of a copy must be made again: the setting that hides control tokens is not part of their state.
+        return Vocabulary, (self.tokenizer, self._chat_template)
+
+    def encode_template(self, text: str, literals: Mapping[str, str] | None = None) -> list[int]:
+        """Encode the output of a template.
+
+        Args:
+            text: The output.
+            literals: Text for placeholders in the output. It is encoded as text even if it spells a control token.
+
+        Returns:
+            The ids.
+        """
+        if not literals:
+            return self._encode_template(text)
+        ids: list[int] = []
+        start = 0
+        for found in [*self.control_token.finditer(text), None]:
+            part = text[start : found.start() if found else None]
+            for placeholder, literal in literals.items():
+                part = part.replace(placeholder, literal)
+            ids += self.encode(part) if part else []
+            if found:
+                ids.append(self.control_tokens[found[0]])
+                start = found.end()
+        return ids
+
+    def break_control_tokens(self, text: str) -> str:
+        """Insert a space into text that spells a control token: `< |im_end|>`."""
+        return self.control_token_pattern.sub(r"\g<0> ", text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, including control tokens."""
@@ -81,7 +113,7 @@ class Vocabulary:
     def _make_encoder(self, hidden: set[str]) -> Encode:
         """Return an encoder that treats the hidden tokens as text."""
         if self._backend is not None:
-            encode = _copy_backend(self._backend, hidden).encode
+            encode = _share_backend(self._backend, hidden).encode
             return lambda text: list(encode(replace_lone_surrogates(text), add_special_tokens=False).ids)
         pattern, tokenizer = _first_character_pattern(hidden), self.tokenizer
 
@@ -104,25 +136,48 @@ def _is_control_token(token: Any, template: str | None) -> bool:
     return has_meaning and len(text.strip()) >= 2
 
 
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)
+
+
 def _first_character_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches the first character of each occurrence of a text, including overlapping ones.
 
     Starting with a literal character, the pattern is searched at the speed of C.
     """
     rests: dict[str, list[str]] = {}
-    for text in sorted(texts, key=len, reverse=True):
+    for text in _longest_first(texts):
         rests.setdefault(text[0], []).append(re.escape(text[1:]))
     return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()) or "(?!)")
 
 
-def _copy_backend(backend: Any, hidden: set[str]) -> Any:
-    """Return a copy that treats the hidden tokens as text and neither truncates nor pads."""
-    from tokenizers import Tokenizer
+def _share_backend(backend: Any, hidden: set[str]) -> Any:
+    """Return a tokenizer with the same model that treats the hidden tokens as text and neither truncates nor pads."""
+    from tokenizers import AddedToken, Tokenizer
 
-    settings = json.loads(backend.to_str())
-    settings["truncation"] = settings["padding"] = None
-    for token in settings["added_tokens"]:
-        token["special"] = token["content"] in hidden
-    copy = Tokenizer.from_str(json.dumps(settings))
-    copy.encode_special_tokens = True
-    return copy
+    shared = Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (value := getattr(backend, part)) is not None:
+            setattr(shared, part, value)
+    added = dict(sorted(backend.get_added_tokens_decoder().items()))
+    shared.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                special=token.content in hidden,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+            )
+            for token in added.values()
+        ]
+    )
+    if list(shared.get_added_tokens_decoder()) != list(added):  # ids with gaps can only be read from JSON
+        settings = json.loads(backend.to_str())
+        settings["truncation"] = settings["padding"] = None
+        for token in settings["added_tokens"]:
+            token["special"] = token["content"] in hidden
+        shared = Tokenizer.from_str(json.dumps(settings))
+    shared.encode_special_tokens = True
+    return shared

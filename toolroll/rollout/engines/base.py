@@ -111,6 +111,9 @@ class TokenEngine(Protocol):
     ) -> Generation:
         """Sample a completion of a prompt.
 
+        An engine for models with vision has another keyword argument, `images: Sequence[ImageSpan] = ()`, the ranges of
+        images in the prompt. It is passed only if there are any.
+
         Args:
             request_id: Id of this call, for `abort` and for messages.
             prompt_ids: Token ids of the prompt. They are neither modified nor kept.

@@ -19,6 +19,7 @@ from toolroll.errors import EngineRefused, EngineUnavailable
 from toolroll.http import AbortNotice, AttemptFailed, HttpClient, HttpRequest, HttpService, RequestAborted, RetryPolicy
 from toolroll.http.failures import PARSE_ERRORS, error_detail
 from toolroll.http.pool import EndpointPool
+from toolroll.images import ImageSpan
 from toolroll.rollout.engines.base import FinishType, Generation, GenerationTimings, SamplingParams
 from toolroll.rollout.engines.sampling import check_sampling_params, make_generation
 
@@ -65,6 +66,10 @@ class HttpEngine:
         """Close the connections of this event loop. The engine can be used again."""
         await self._http.close()
 
+    def unreachable_s(self) -> float | None:
+        """Return for how long no server has answered, in seconds, or None if one answers."""
+        return self._http.unreachable_s()
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -80,6 +85,7 @@ class HttpTokenEngine(HttpEngine):
         vocab_size: Size of the vocabulary, if known. Prompts with other ids are rejected.
         token: Bearer token.
         max_connections: Maximum number of connections to each server, for each event loop.
+        keeps_cache: True if the servers keep their prefix cache on purpose when they get new weights.
 
     Raises:
         ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
@@ -92,8 +98,10 @@ class HttpTokenEngine(HttpEngine):
         vocab_size: int | None = None,
         token: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        keeps_cache: bool = False,
     ) -> None:
         super().__init__(urls, token=token, max_connections=max_connections)
+        self.keeps_cache = keeps_cache
         self._vocab_size = vocab_size
         self._requests: defaultdict[str, set[HttpRequest[Generation]]] = defaultdict(set)
         """Requests in flight, by request id."""
@@ -108,6 +116,7 @@ class HttpTokenEngine(HttpEngine):
         *,
         deadline: float | None = None,
         affinity: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
         """Sample a completion of a prompt.
 
@@ -117,6 +126,7 @@ class HttpTokenEngine(HttpEngine):
             sampling_params: Sampling parameters by the server's names, but always with `max_new_tokens`.
             deadline: Time by which the call ends, on the clock of `time.monotonic()`. One hour by default.
             affinity: Calls with the same affinity go to the same server, whose cache contains their common prefix.
+            images: Ranges of images in the prompt, as many placeholders as the model sees.
 
         Returns:
             The sampled tokens.
@@ -127,7 +137,9 @@ class HttpTokenEngine(HttpEngine):
         """
         check_sampling_params(sampling_params)
         policy = retry_policy(deadline)
-        return await self._sample(prompt_ids, sampling_params, policy=policy, name=request_id, affinity=affinity)
+        return await self._sample(
+            prompt_ids, sampling_params, images, policy=policy, name=request_id, affinity=affinity
+        )
 
     async def abort(self, request_id: str) -> None:
         """Stop a call, which then returns the ids sampled so far with `FinishType.ABORT`.
@@ -185,7 +197,9 @@ class HttpTokenEngine(HttpEngine):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_requests": defaultdict(set)}
 
-    async def _sample(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> Generation:
+    async def _sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan], **options: Any
+    ) -> Generation:
         """Send a request for a completion. The options are those of `HttpRequest`."""
         raise NotImplementedError
 
@@ -200,8 +214,8 @@ class HttpTokenEngine(HttpEngine):
         try:
             return await self._http.send(request)
         except RequestAborted as aborted:
-            fields = {"problem": str(aborted), "endpoint": request.url, "timings": timings_of(request)}
-            return make_generation([], [], FinishType.ABORT, **fields)
+            fields: dict[str, Any] = {"endpoint": request.url, "timings": timings_of(request)}
+            return make_generation([], [], FinishType.ABORT, problem=str(aborted), **fields)
         finally:
             same_id.discard(request)
             if not same_id:

@@ -12,6 +12,7 @@ from yarl import URL
 
 from toolroll._internal.text import replace_lone_surrogates_in_json
 from toolroll.http import HttpRequest
+from toolroll.images import Image
 from toolroll.rollout.engines.base import ChatReply, FinishType, SamplingParams
 from toolroll.rollout.engines.http_engine import MAX_CONNECTIONS, HttpEngine, retry_policy, timings_of
 from toolroll.schemas import JsonDict, Message
@@ -96,12 +97,22 @@ class OpenAIEngine(HttpEngine):
 
 
 def _to_wire(message: Message) -> dict[str, Any]:
-    """Return a message as JSON, with the arguments of tool calls as text and without lone surrogates."""
-    fields: JsonDict = replace_lone_surrogates_in_json(message.model_dump(exclude_none=True))
+    """Return a message as JSON, with images as URLs, the arguments of calls as text, and without lone surrogates."""
+    fields: JsonDict = message.model_dump(exclude={"content"}, exclude_none=True)
+    if message.content is not None:
+        fields["content"] = message.content
+    if isinstance(message.content, list):
+        fields["content"] = list(map(_part_to_wire, message.content))
+    fields = replace_lone_surrogates_in_json(fields)
     for call in fields.get("tool_calls", ()):
         if not isinstance(call["function"]["arguments"], str):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     return fields
+
+
+def _part_to_wire(part: JsonDict) -> JsonDict:
+    image = part.get("image")
+    return {"type": "image_url", "image_url": {"url": image.url}} if isinstance(image, Image) else part
 
 
 def _parse_reply(content: bytes, request: HttpRequest[Any]) -> ChatReply:

@@ -54,17 +54,64 @@ def align_logprobs(ids: list[int], logprobs: list[float], finish: FinishType) ->
     return ids[:length], logprobs[:length]
 
 
-def make_generation(ids: list[int], logprobs: list[float], finish: FinishType, **fields: Any) -> Generation:
+def make_generation(
+    ids: list[int],
+    logprobs: list[float],
+    finish: FinishType,
+    *,
+    logprob_ids: Sequence[int] | None = None,
+    **fields: Any,
+) -> Generation:
     """Return the generation of a server's response.
 
     Args:
         ids: Sampled ids.
         logprobs: Log-probabilities, as in `align_logprobs`.
         finish: Reason why the server stopped.
+        logprob_ids: Ids that the log-probabilities belong to, if the server reports them.
         **fields: Further fields of the generation.
+
+    Raises:
+        ValueError: If the numbers differ without an abort, or a log-probability belongs to another id.
     """
     ids, logprobs = align_logprobs(ids, logprobs, finish)
+    for position, (sampled, beside) in enumerate(zip(ids, logprob_ids or (), strict=False)):
+        if sampled != beside:
+            raise ValueError(f"log-probability {position} belongs to id {beside}, but id {sampled} was sampled")
     return Generation(ids=ids, logprobs=logprobs, finish=finish, **fields)
+
+
+def check_prompt_length(sent: int, received: int | None) -> None:
+    """Check that a server used the whole prompt.
+
+    Args:
+        sent: Number of ids sent.
+        received: Number of ids that the server reports, or None.
+
+    Raises:
+        ValueError: If the numbers differ.
+    """
+    if received is not None and received != sent:
+        raise ValueError(f"the prompt had {sent} ids, but the server used {received}")
+
+
+def check_used_prompt(sent: Sequence[int], received: Sequence[int] | None) -> None:
+    """Check that a server used the prompt as it is, with as many placeholders for images.
+
+    Args:
+        sent: Ids of the prompt.
+        received: Ids that the server reports, or None.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if received is None:
+        return
+    check_prompt_length(len(sent), len(received))
+    pairs = enumerate(zip(sent, received, strict=True))
+    position = next((index for index, (left, right) in pairs if left != right), None)
+    if position is not None:
+        raise ValueError(f"id {position} of the prompt was {sent[position]}, but the server used {received[position]}")
 
 
 def weight_fields(spans: Sequence[Mapping[str, Any]] | None, latest: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from toolroll.errors import EngineRefused, EngineUnavailable
+from toolroll.images import ImageSpan
 from toolroll.rollout.engines.base import FinishType, Generation, GenerationTimings, LogprobsMode, SamplingParams
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
@@ -66,6 +67,7 @@ class ScriptedEngine:
         *,
         deadline: float | None = None,
         affinity: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
         """Return the next ids of the script.
 
@@ -75,6 +77,7 @@ class ScriptedEngine:
             sampling_params: Sampling parameters. Only `max_new_tokens` and `stop_token_ids` have an effect.
             deadline: Time by which the call ends, on the clock of `time.monotonic()`.
             affinity: Trajectory whose turns are counted.
+            images: Ranges of images in the prompt, which have no effect.
 
         Returns:
             The ids of the script.

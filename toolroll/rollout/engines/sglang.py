@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar
 
@@ -13,9 +14,10 @@ import orjson
 
 from toolroll.errors import EngineRefused
 from toolroll.http import AbortNotice, HttpRequest, RetryPolicy
+from toolroll.images import ImageSpan, collapse_images
 from toolroll.rollout.engines.base import FinishType, Generation, LogprobsMode, SamplingParams
 from toolroll.rollout.engines.http_engine import HttpTokenEngine, retry_policy, timings_of
-from toolroll.rollout.engines.sampling import check_prompt_ids, make_generation, weight_fields
+from toolroll.rollout.engines.sampling import check_prompt_ids, check_prompt_length, make_generation, weight_fields
 from toolroll.schemas import JsonDict
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ T = TypeVar("T")
 
 WEIGHT_UPDATE_TIMEOUT_S = 1800.0
 """Timeout for a server to load weights. Hundreds of gigabytes from a shared disk take minutes."""
+
+NAN_MATCHED = "NaN happened"
+"""What SGLang reports as the matched stop token if it sampled an id outside the vocabulary and replaced it."""
 
 
 class SGLangEngine(HttpTokenEngine):
@@ -39,6 +44,7 @@ class SGLangEngine(HttpTokenEngine):
             server by default.
         token: API key of the servers (`--api-key`).
         max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
+        keeps_cache: True if the servers keep their prefix cache on purpose when they get new weights.
 
     Raises:
         ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
@@ -103,10 +109,16 @@ class SGLangEngine(HttpTokenEngine):
             "/update_weights_from_disk", body, timeout_s=WEIGHT_UPDATE_TIMEOUT_S, busy_text="cache was not flushed"
         )
 
-    async def _sample(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> Generation:
+    async def _sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan], **options: Any
+    ) -> Generation:
         params = {**params, "skip_special_tokens": False, "no_stop_trim": True}
         body = {"sampling_params": params, "logprob_start_len": -1}  # no log-probabilities of the prompt
-        request = self._request(prompt_ids, body, _parse_generation, abort_notice=_abort_notice, **options)
+        parse = partial(_parse_generation, prompt_length=len(prompt_ids))
+        if images:
+            prompt_ids = collapse_images(prompt_ids, images)
+            body["image_data"] = [span.image.url for span in images]
+        request = self._request(prompt_ids, body, parse, abort_notice=_abort_notice, **options)
         return await self._generate(request)
 
     def _abort_notices(self, attempt_ids: Sequence[str]) -> Iterable[tuple[Sequence[str], AbortNotice]]:
@@ -157,14 +169,19 @@ class SGLangEngine(HttpTokenEngine):
         return None
 
 
-def _parse_generation(content: bytes, request: HttpRequest[Any]) -> Generation:
+def _parse_generation(content: bytes, request: HttpRequest[Any], *, prompt_length: int) -> Generation:
     response = orjson.loads(content)
     meta = response["meta_info"]
     finish = FinishType(meta["finish_reason"]["type"])
-    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    if meta["finish_reason"].get("matched") == NAN_MATCHED:
+        raise ValueError("the model's output was NaN, and the server replaced the sampled id")
+    check_prompt_length(prompt_length, meta.get("prompt_tokens"))
+    entries = meta["output_token_logprobs"]
+    logprobs, logprob_ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
     weights = weight_fields(meta.get("weight_versions"), meta.get("weight_version"))
     timings = timings_of(request, queue=meta.get("queue_time"), cached_tokens=meta.get("cached_tokens"))
-    return make_generation(response["output_ids"], logprobs, finish, endpoint=request.url, timings=timings, **weights)
+    fields = {"logprob_ids": logprob_ids, "endpoint": request.url, "timings": timings, **weights}
+    return make_generation(response["output_ids"], logprobs, finish, **fields)
 
 
 def _parse_scores(content: bytes, request: HttpRequest[Any]) -> list[float]:

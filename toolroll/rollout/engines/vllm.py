@@ -8,15 +8,23 @@ return no ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
 from toolroll.errors import EngineRefused
 from toolroll.http import AbortNotice, HttpRequest
+from toolroll.images import ImageSpan, collapse_images
 from toolroll.rollout.engines.base import FinishType, Generation, LogprobsMode, SamplingParams
 from toolroll.rollout.engines.http_engine import MAX_CONNECTIONS, HttpTokenEngine, timings_of
-from toolroll.rollout.engines.sampling import check_prompt_ids, make_generation, weight_fields
+from toolroll.rollout.engines.sampling import (
+    check_prompt_ids,
+    check_prompt_length,
+    check_used_prompt,
+    make_generation,
+    weight_fields,
+)
 
 VLLM_FINISH_TYPES = {
     "stop": FinishType.STOP,
@@ -39,6 +47,7 @@ class VLLMEngine(HttpTokenEngine):
         vocab_size: Size of the vocabulary. Prompts with other ids are rejected. By default the server checks them.
         token: API key of the servers (`--api-key`).
         max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
+        keeps_cache: True if the servers keep their prefix cache on purpose when they get new weights.
 
     Raises:
         ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
@@ -58,29 +67,37 @@ class VLLMEngine(HttpTokenEngine):
         vocab_size: int | None = None,
         token: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        keeps_cache: bool = False,
     ) -> None:
-        super().__init__(urls, vocab_size=vocab_size, token=token, max_connections=max_connections)
+        super().__init__(
+            urls, vocab_size=vocab_size, token=token, max_connections=max_connections, keeps_cache=keeps_cache
+        )
         self.logprobs_mode = logprobs_mode
         self._model = {} if model is None else {"model": model}
         self._has_tokens_api = True
         """False after a server responded that it has no `/inference/v1/generate`."""
 
-    async def _sample(self, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> Generation:
+    async def _sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan], **options: Any
+    ) -> Generation:
         check_prompt_ids(prompt_ids, self._vocab_size)
         params = {**params, "logprobs": 0, "skip_special_tokens": False}
         params["max_tokens"] = params.pop("max_new_tokens")
 
         def tokens_body(attempt_id: str) -> dict[str, Any]:
-            return {"request_id": attempt_id, **self._model, "token_ids": list(prompt_ids), "sampling_params": params}
+            prompt = {"token_ids": collapse_images(prompt_ids, images)} | _image_fields(images)
+            return {"request_id": attempt_id, **self._model, **prompt, "sampling_params": params}
 
         def completions_body(attempt_id: str) -> dict[str, Any]:
-            prompt = {"prompt": list(prompt_ids), "return_token_ids": True}
+            prompt = {"prompt": list(prompt_ids), "return_token_ids": True, "return_tokens_as_token_ids": True}
             return {"request_id": attempt_id, **self._model, **prompt, **params}
 
-        completions_request = HttpRequest("/v1/completions", _parse_completion, body=completions_body, **options)
+        parse_completion = partial(_parse_completion, prompt_length=len(prompt_ids))
+        parse_tokens = partial(_parse_tokens, prompt_ids=prompt_ids)
+        completions_request = HttpRequest("/v1/completions", parse_completion, body=completions_body, **options)
         if self._has_tokens_api:
             tokens_request = HttpRequest(
-                "/inference/v1/generate", _parse_tokens, body=tokens_body, abort_notice=_abort_notice, **options
+                "/inference/v1/generate", parse_tokens, body=tokens_body, abort_notice=_abort_notice, **options
             )
             try:
                 return await self._generate(tokens_request)
@@ -88,33 +105,62 @@ class VLLMEngine(HttpTokenEngine):
                 if error.status != 404:
                     raise
             self._has_tokens_api, completions_request.aborted = False, tokens_request.aborted
+        if images:
+            raise EngineRefused(
+                f"{self._http.urls[0]} has no /inference/v1/generate, which images need. Start it with "
+                "vllm serve --enable-scale-out."
+            )
         return await self._generate(completions_request)
 
     def _abort_notices(self, attempt_ids: Sequence[str]) -> Iterable[tuple[Sequence[str], AbortNotice]]:
         return [(attempt_ids, _abort_notice(*attempt_ids))]
 
 
-def _parse_tokens(content: bytes, request: HttpRequest[Any]) -> Generation:
+def _image_fields(images: Sequence[ImageSpan]) -> dict[str, Any]:
+    """Return the fields of a request with images. Its answer contains the ids of the prompt."""
+    if not images:
+        return {}
+    parts = [{"type": "image_url", "url": span.image.url, "uuid": span.image.hash} for span in images]
+    return {"content_parts": parts, "return_token_ids": True}
+
+
+def _parse_tokens(content: bytes, request: HttpRequest[Any], *, prompt_ids: Sequence[int]) -> Generation:
     response = orjson.loads(content)
+    check_used_prompt(prompt_ids, response.get("prompt_token_ids"))
     [choice] = response["choices"]
-    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
-    return _generation(response, choice, logprobs, request)
+    entries = choice["logprobs"]["content"] or ()
+    logprobs, logprob_ids = [entry["logprob"] for entry in entries], [entry.get("token_id") for entry in entries]
+    known_ids = None if None in logprob_ids else logprob_ids
+    return _generation(response, choice, logprobs, known_ids, request, len(prompt_ids))
 
 
-def _parse_completion(content: bytes, request: HttpRequest[Any]) -> Generation:
+def _parse_completion(content: bytes, request: HttpRequest[Any], *, prompt_length: int) -> Generation:
     response = orjson.loads(content)
     [choice] = response["choices"]
     if choice.get("token_ids") is None:
         raise ValueError("no token_ids. Update vLLM to a version that supports return_token_ids")
-    return _generation(response, choice, choice["logprobs"]["token_logprobs"], request)
+    names = choice["logprobs"].get("tokens") or ()
+    prefix = "token_id:"
+    are_ids = all(name.startswith(prefix) for name in names)
+    logprob_ids = [int(name.removeprefix(prefix)) for name in names] if are_ids else None
+    return _generation(response, choice, choice["logprobs"]["token_logprobs"], logprob_ids, request, prompt_length)
 
 
-def _generation(response: Any, choice: Any, logprobs: list[float], request: HttpRequest[Any]) -> Generation:
+def _generation(
+    response: Any,
+    choice: Any,
+    logprobs: list[float],
+    logprob_ids: list[int] | None,
+    request: HttpRequest[Any],
+    prompt_length: int,
+) -> Generation:
     finish = VLLM_FINISH_TYPES[choice["finish_reason"]]
-    details = (response.get("usage") or {}).get("prompt_tokens_details") or {}
-    timings = timings_of(request, cached_tokens=details.get("cached_tokens"))
+    usage = response.get("usage") or {}
+    check_prompt_length(prompt_length, usage.get("prompt_tokens"))
+    timings = timings_of(request, cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
     weights = weight_fields(choice.get("weight_versions"))
-    return make_generation(choice["token_ids"], logprobs, finish, endpoint=request.url, timings=timings, **weights)
+    fields = {"logprob_ids": logprob_ids, "endpoint": request.url, "timings": timings, **weights}
+    return make_generation(choice["token_ids"], logprobs, finish, **fields)
 
 
 def _abort_notice(*attempt_ids: str) -> AbortNotice:
