@@ -112,6 +112,7 @@ SUMMARIES = st.builds(
     calls=COUNTS,
     policy_faults=COUNTS,
     infra_faults=COUNTS,
+    failed_programs=COUNTS,
     finish_reason=TEXTS,
     outcome=TEXTS,
     fidelity=TEXTS,
@@ -146,7 +147,7 @@ def test_too_large_number_is_clamped(tmp_path: Path) -> None:
 
 def test_summary_takes_at_most_150_bytes(tmp_path: Path) -> None:
     """With a different request id in each row."""
-    summary = SampleSummary(3, 0.5, 2, 1, 0, 0, "stop", "ok", "exact", "prompt-123", 4, "", 2000, 12.5)
+    summary = SampleSummary(3, 0.5, 2, 1, 0, 0, 0, "stop", "ok", "exact", "prompt-123", 4, "", 2000, 12.5)
     tracemalloc.start()
     columns = SummaryTable()
     for row in range(20_000):

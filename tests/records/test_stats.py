@@ -42,6 +42,15 @@ def call(
 SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
 
 
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=99))
+def test_high_quantile_is_not_below_the_mean(values: list[float]) -> None:
+    """Of less than 100 values, the 99th percentile is the largest."""
+    histogram = Histogram()
+    for value in values:
+        histogram.add(value)
+    assert (histogram.quantile(0.99) or 0.0) >= (histogram.mean or 0.0) * (1 - 1e-9)
+
+
 @given(SECONDS, SECONDS, st.sampled_from([0.0, 0.01, 0.5, 0.9, 0.99, 1.0]))
 def test_quantiles_are_accurate_to_2_percent(one: list[float], other: list[float], fraction: float) -> None:
     histogram, second = Histogram(), Histogram()

@@ -269,7 +269,7 @@ def test_lock_works_where_directories_cannot_be_locked(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("engine.kind=nothing", "engine.kind: Expected a dotted path, got 'nothing'"),
+        ("engine.kind=nothing", "engine.kind: Unknown engine 'nothing'"),
         ("engine.options.dlay=1", r"engine: Cannot create .*FixedLatency.*dlay"),
         (
             "rewards.functions.right=no.such.function",

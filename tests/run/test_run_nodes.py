@@ -36,6 +36,7 @@ def configure(directory: Path, server: str) -> Path:
     config = {
         "engine": {"kind": "run.fixed_latency_engine.FixedLatency", "urls": [], "options": options},
         "model": str(model),
+        "tool_prompt": "hermes",
         "tools": "tools.yaml",
         "data": {"path": "data.jsonl"},
         "n": N,

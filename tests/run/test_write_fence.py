@@ -125,7 +125,7 @@ async def test_suspended_worker_does_not_double_records(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps({"prompt": f"Question {n}?"}) + "\n" for n in range(ROWS)))
     directory = tmp_path / "records"
     config = RunConfig.model_validate(
-        {"engine": {"urls": []}, "data": {"path": str(data)}, "n": N, "rollout_data_dir": str(directory)}
+        {"engine": {"urls": "http://nowhere"}, "data": {"path": str(data)}, "n": N, "rollout_data_dir": str(directory)}
     )
     coordinator = RunCoordinator(config, workers=2)
     suspended = RecordingWorker(directory, coordinator, suspend=True)

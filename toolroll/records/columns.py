@@ -126,6 +126,7 @@ class SummaryTable:
             "calls": IntColumn("H"),
             "policy_faults": IntColumn("H"),
             "infra_faults": IntColumn("H"),
+            "failed_programs": IntColumn("H"),
             "finish_reason": CategoryColumn(),
             "outcome": CategoryColumn(),
             "fidelity": CategoryColumn(),

@@ -83,7 +83,8 @@ def _to_json(value: Any, depth: int) -> Any:
     if isinstance(value, list | tuple):
         return [_to_json(item, depth + 1) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _to_json(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]  # as orjson does
+        return {name: _to_json(getattr(value, name), depth + 1) for name in names}
     return _to_json(_simplify(value), depth + 1)
 
 

@@ -2,6 +2,8 @@
 
     {"ids": int32, "logprobs": float32 of the sampled tokens only, or null, "spans": [{"author", "turn", …}, …]}
 
+Tokens with images also have `"images": [{"image": {"hash", …}, "start", "end"}, …]`.
+
 Packing is lossless, including NaN and infinite log-probabilities.
 """
 
@@ -45,11 +47,12 @@ def pack(stream: TokenStream) -> dict[str, Any]:
     for span in stream.spans:
         if span.author is Author.MODEL:
             logprobs += stream.logprobs[span.start : span.end]
-    return {
+    packed = {
         "ids": _base64(struct.pack(f"<{len(stream)}i", *stream.ids)),
         "logprobs": _base64(_swap_if_big_endian(logprobs).tobytes()) if stream.has_logprobs else None,
         "spans": stream.spans,
     }
+    return {**packed, "images": stream.images} if stream.images else packed
 
 
 def unpack(packed: Mapping[str, Any]) -> PackedTokens:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from toolroll.records.json_line import BadLine, decode
 from toolroll.records.packed_tokens import PackedTokens, unpack
 from toolroll.records.summary import SampleSummary
 
+PROGRAM_OK = "ok"
+"""Outcome of a program that ended without an error."""
 FORMAT = "toolroll/1"
 """Value of the `format` field. The number changes with incompatible changes of the format."""
 
@@ -131,6 +134,7 @@ class Record:
             calls=calls,
             policy_faults=faults.count(Fault.POLICY.value),
             infra_faults=faults.count(Fault.INFRA.value),
+            failed_programs=sum(outcome != PROGRAM_OK for outcome in map(program_outcome, self.calls) if outcome),
             finish_reason=self.finish_reason,
             outcome=self.outcome,
             fidelity=self.fidelity,
@@ -140,6 +144,13 @@ class Record:
             tokens=_int(spans[-1].get("end")) if spans else None,
             seconds=self.seconds,
         )
+
+
+def program_outcome(call: Mapping[str, Any]) -> str | None:
+    """Return the outcome of the program that a call ran, e.g. "timeout", or None if it ran none."""
+    metrics = call.get("metrics")
+    outcome = metrics.get("outcome") if isinstance(metrics, Mapping) else None
+    return outcome if isinstance(outcome, str) else None
 
 
 def number(value: Any) -> float | None:

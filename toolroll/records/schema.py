@@ -38,6 +38,27 @@ class SpanLine(_ExactModel):
     """Version of the weights that sampled the tokens."""
 
 
+class ImageLine(_ExactModel):
+    """An image, which is in the file `{rollout_data_dir}/images/{hash}.{png, jpeg or webp}`."""
+
+    hash: str
+    """SHA-256 of the file."""
+    media_type: str
+    """For example `image/png`."""
+    width: int
+    height: int
+
+
+class ImageSpanLine(_ExactModel):
+    """A range of tokens that stands for an image."""
+
+    image: ImageLine
+    start: int
+    """Index of the first token."""
+    end: int
+    """Index after the last token."""
+
+
 class TokensLine(_ExactModel):
     """A sequence of tokens."""
 
@@ -47,6 +68,8 @@ class TokensLine(_ExactModel):
     """Log-probabilities of the sampled tokens as little-endian 32-bit floats; null if the engine returned none."""
     spans: list[SpanLine]
     """Spans that cover the ids without gaps or overlaps."""
+    images: list[ImageSpanLine] = []
+    """Ranges of images."""
 
 
 class TimingsLine(_ExactModel):
@@ -100,6 +123,8 @@ class CallLine(_ExactModel):
     """Arguments, as written by the model."""
     answer: str
     """Text that was returned to the model."""
+    images: list[ImageLine] = []
+    """Images that were returned to the model."""
     fault: Fault | None
     """Fault attribution, if the call failed."""
     error: str | None

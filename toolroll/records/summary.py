@@ -19,6 +19,8 @@ class SampleSummary:
     """Tool calls that failed with a policy fault."""
     infra_faults: int
     """Tool calls that failed with an infra fault."""
+    failed_programs: int
+    """Programs that ended with an error, a timeout or too much memory. That is a result, and not a failed call."""
     finish_reason: str | None
     outcome: str | None
     fidelity: str | None

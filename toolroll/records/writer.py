@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Union
 
 from toolroll.errors import ConfigError, ToolrollError
+from toolroll.images import Image, images_of
 from toolroll.records.append_file import AppendFile
 from toolroll.records.directory import DUMP_SUFFIX, StrPath
+from toolroll.records.image_directory import IMAGES_NAME, ImageDirectory
 from toolroll.records.json_line import encode
 from toolroll.records.line import NOT_GIVEN, Decode, mapping_fields, trajectory_fields
 
@@ -54,6 +56,8 @@ class WriterClosed(ToolrollError):
 
 class RecordWriter:
     r"""Writes trajectories to `{rollout_data_dir}/{step}.jsonl`, or `{rollout_data_dir}/{writer}/{step}.jsonl`.
+
+    Their images are written to `{rollout_data_dir}/images`, each once.
 
     Use it as a context manager (`with` or `async with`), or call `close` at the end.
 
@@ -95,6 +99,7 @@ class RecordWriter:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"Cannot create the rollout_data_dir {self.directory}: {error.strerror}.") from error
+        self._images = ImageDirectory(Path(rollout_data_dir) / IMAGES_NAME)
         self._decode = decode
         self._tokens = tokens
         self._guard = guard
@@ -149,9 +154,10 @@ class RecordWriter:
             Exception: Any exception of `decode`.
         """
         step = operator.index(step)
-        line = self._line(sample, step, gts)
+        line, images = self._line(sample, step, gts), _images(sample)
         with self._file_lock, self._guard():
             self._raise_if_closed()
+            self._images.add(images)
             self._file(step).append([line])
 
     def close(self) -> None:
@@ -222,18 +228,29 @@ class RecordWriter:
 
     def _write(self, samples: Sequence[Sample], step: int, gts: Any) -> None:
         lines: list[bytes] = []
+        images: list[Image] = []
         size = 0
         try:
             for sample in samples:
                 lines.append(self._line(sample, step, gts))
+                images += _images(sample)
                 size += len(lines[-1])
                 if size >= FLUSH_BYTES:
                     ready, lines, size = lines, [], 0
-                    self._append_lines(ready, step)
+                    self._append_lines(ready, images, step)
+                    images = []
         finally:  # the lines before the one that failed are written
             if lines:
-                self._append_lines(lines, step)
+                self._append_lines(lines, images, step)
 
-    def _append_lines(self, lines: Sequence[bytes], step: int) -> None:
+    def _append_lines(self, lines: Sequence[bytes], images: Sequence[Image], step: int) -> None:
         with self._file_lock, self._guard():
+            self._images.add(images)  # first, so that a line never refers to a file that does not exist
             self._file(step).append(lines)
+
+
+def _images(sample: Sample) -> list[Image]:
+    """Return the images of a trajectory, including those of calls whose responses were not shown."""
+    if isinstance(sample, Mapping):
+        return []
+    return [*images_of(sample.messages), *(image for call in sample.calls for image in call.images)]

@@ -8,6 +8,7 @@ loop drives a request. All trajectories of a rollout share one generator.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from toolroll.errors import ConfigError, EngineUnavailable, InfraFault
+from toolroll.errors import ConfigError, EngineUnavailable, InfraFault, PolicyFault
+from toolroll.images import Image, has_images, read_image, with_images
 from toolroll.rollout.chat.parsed_turn import ParsedCall, ParsedTurn
-from toolroll.rollout.chat.rendering import Rendering
+from toolroll.rollout.chat.rendering import ImageRole, Rendering
 from toolroll.rollout.engines.base import ChatEngine, FinishType, Generation, LogprobsMode, TokenEngine
+from toolroll.rollout.generation_checks import find_fault
 from toolroll.rollout.pause import Deadlines, Pause
 from toolroll.rollout.request import AsyncRolloutRequest, RequestState
 from toolroll.rollout.trajectory import Fidelity, FinishReason, TurnRecord
@@ -31,6 +34,8 @@ ENGINE_GRACE_PERIOD_S = 10.0
 """Time after a deadline in which an engine may still return the tokens that it has sampled."""
 CHARS_PER_TOKEN = 4
 """Number of characters that count as one token if there is no tokenizer."""
+NEVER_SAMPLED = -100.0
+"""Logit bias of ids that the model must not sample."""
 GRAMMAR_PARAMS = {"regex", "json_schema", "ebnf", "structural_tag", "grammar", "structured_outputs"}
 GUIDED_PARAMS = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 WHOLE_TURN_PARAMS = GRAMMAR_PARAMS | GUIDED_PARAMS | {"stop", "stop_regex", "min_new_tokens", "min_tokens"}
@@ -70,13 +75,17 @@ class TokenGenerator:
         self._rendering = rendering
         self._tools = list(tools)
         self._pause = pause
+        parameters = inspect.signature(engine.generate).parameters.values()
+        self._takes_images = any(one.name == "images" or one.kind is one.VAR_KEYWORD for one in parameters)
+        self._may_keep_cache: bool = getattr(engine, "keeps_cache", False)
         self._context_length: Callable[[], Awaitable[int | None]] | None = getattr(engine, "context_length", None)
 
     async def start(self, request: AsyncRolloutRequest) -> None:
         """Render the prompt and change the request to GENERATING, or to FINISHED if the prompt is too long."""
         if self._context_length is not None:
             request.context_len = await self._context_length()
-        request.start(self._rendering.prompt(request.messages, self._tools))
+        prompt = self._rendering.start(request.messages, self._tools)
+        request.start(prompt.ids, prompt.images)
 
     async def generate_turn(self, request: AsyncRolloutRequest, deadlines: Deadlines) -> GeneratedTurn | None:
         """Generate a turn, or the rest of an interrupted one. None means that it was interrupted."""
@@ -110,7 +119,45 @@ class TokenGenerator:
         except ConfigError as error:  # the prompt could be rendered, so the model's turn caused this
             request.finish(FinishReason.STOP, str(error))
         else:
-            request.append_tool_responses(continuation.ids, rerendered=continuation.rerendered)
+            request.append_tool_responses(
+                continuation.ids, rerendered=continuation.rerendered, images=continuation.images
+            )
+
+    def check_images(self, role: ImageRole) -> None:
+        """Check that the model can see images in messages of a role.
+
+        Raises:
+            ConfigError: If it cannot.
+        """
+        self._rendering.check_images(role)
+        if not self._takes_images:
+            raise ConfigError(f"{type(self._engine).__name__} takes no images. Use an engine such as VLLMEngine.")
+
+    def read_images(self, messages: Sequence[Message]) -> list[Message]:
+        """Read the images of a prompt.
+
+        Raises:
+            ConfigError: If an image cannot be read, or the model cannot see images.
+        """
+        if has_images(messages):
+            self.check_images("user")
+        return with_images(messages)
+
+    def read_response_image(self, value: Any) -> Image:
+        """Read an image of a tool response.
+
+        Raises:
+            ConfigError: If it is not an image, or the model cannot see images.
+            PolicyFault: If the model's image processor rejects its size, which the model may have chosen.
+        """
+        self.check_images("tool")
+        image = read_image(value)
+        try:
+            self._rendering.count_image_tokens(image)
+        except ValueError as error:
+            problem = f"The image of {image.width} × {image.height} pixels cannot be shown: {error}."
+            raise PolicyFault(problem) from error
+        return image
 
     def truncate(self, text: str, request: AsyncRolloutRequest) -> str:
         """Truncate a tool response."""
@@ -127,12 +174,14 @@ class TokenGenerator:
         remaining_s = deadlines.remaining_s()
         deadline = time.monotonic() + remaining_s + ENGINE_GRACE_PERIOD_S
         params = self._sampling_params(request)
+        # An engine of the user's need not know about images.
+        images = {"images": request.tokens.images} if request.tokens.images else {}
         try:
             with self._pause.track_generation(request_id), self._abort_after(request_id, remaining_s) as aborts:
                 # A custom engine may ignore its deadline.
                 async with asyncio.timeout(remaining_s + 2 * ENGINE_GRACE_PERIOD_S):
                     generation = await self._engine.generate(
-                        request_id, request.tokens.ids, params, deadline=deadline, affinity=request.request_id
+                        request_id, request.tokens.ids, params, deadline=deadline, affinity=request.request_id, **images
                     )
         except TimeoutError:
             raise EngineUnavailable(
@@ -140,6 +189,13 @@ class TokenGenerator:
             ) from None
         if aborts and generation.problem is not None:
             raise EngineUnavailable(generation.problem)
+        fault = find_fault(
+            generation, request.tokens, params, self._rendering.decode, may_keep_cache=self._may_keep_cache
+        )
+        if fault is None and self._rendering.image_token_id in generation.ids:
+            fault = f"id {self._rendering.image_token_id} stands for an image and cannot be sampled"
+        if fault is not None:
+            raise EngineUnavailable(f"{generation.endpoint or 'The engine'} returned an invalid answer: {fault}.")
         return generation, not aborts or generation.finish is not FinishType.ABORT
 
     @contextmanager
@@ -166,7 +222,11 @@ class TokenGenerator:
     def _sampling_params(self, request: AsyncRolloutRequest) -> dict[str, Any]:
         params = request.sampling_params
         stop_ids = dict.fromkeys([*self._rendering.stop_ids, *(params.get("stop_token_ids") or ())])
-        return {**params, "max_new_tokens": request.max_new_tokens(), "stop_token_ids": list(stop_ids)}
+        params = {**params, "max_new_tokens": request.max_new_tokens(), "stop_token_ids": list(stop_ids)}
+        if request.tokens.images:
+            never = {str(self._rendering.image_token_id): NEVER_SAMPLED}
+            params["logit_bias"] = {**(params.get("logit_bias") or {}), **never}
+        return params
 
     async def _resume(self, request: AsyncRolloutRequest, pause_count: int) -> bool:
         """Prepare to resume an aborted turn. Return False after too many aborts that this rollout did not request."""
@@ -223,6 +283,25 @@ class ChatGenerator:
         """Start the next turn."""
         request.turn += 1
         request.transition_to(RequestState.GENERATING)
+
+    def check_images(self, role: ImageRole) -> None:
+        """Do nothing: the server decides whether its model can see images."""
+
+    def read_images(self, messages: Sequence[Message]) -> list[Message]:
+        """Read the images of a prompt. Those that the server can download, and other parts, are kept.
+
+        Raises:
+            ConfigError: If an image cannot be read.
+        """
+        return with_images(messages, keep_others=True)
+
+    def read_response_image(self, value: Any) -> Image:
+        """Read an image of a tool response.
+
+        Raises:
+            ConfigError: If it is not an image.
+        """
+        return read_image(value)
 
     def truncate(self, text: str, request: AsyncRolloutRequest) -> str:
         """Truncate a tool response, counting characters."""

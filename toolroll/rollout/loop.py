@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolroll.errors import Fault, InfraFault
+from toolroll.errors import ConfigError, Fault, InfraFault, UserCodeError
+from toolroll.images import image_content
 from toolroll.rollout.chat.parsed_turn import ParsedTurn
 from toolroll.rollout.engines.base import FinishType
 from toolroll.rollout.generation import GeneratedTurn, TurnGenerator
 from toolroll.rollout.instances import ToolInstances
 from toolroll.rollout.pause import Deadlines, Pause
+from toolroll.rollout.progress import RolloutProgress
 from toolroll.rollout.request import AsyncRolloutRequest, RequestState
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.tool_execution import ToolExecutor, plan_tool_calls, tool_rewards
@@ -58,8 +60,10 @@ class RolloutLoop:
         self.tools = {tool.name: tool for tool in tools}
         self.rewards = rewards or RewardRule()
         self._generator = generator
-        self._executor = ToolExecutor(self.tools, generator.truncate)
+        self._executor = ToolExecutor(self.tools, generator.truncate, generator.read_response_image)
         self._pause = pause
+        self.progress = RolloutProgress()
+        """What all trajectories have done so far."""
         self._logged_errors: set[str] = set()
 
     async def run(self, request: AsyncRolloutRequest) -> Trajectory:
@@ -73,24 +77,27 @@ class RolloutLoop:
         """
         started = time.monotonic()
         rewards = Rewards(total=None)
+        failure: Exception | None = None
         try:
             async with self._tool_instances(request) as instances:
                 await self._drive(request, instances, Deadlines(request.limits, self._pause))
                 if request.finish_reason is not FinishReason.INFRA:
                     steps = _step_rewards(request)
                     rewards = Rewards(total=None, steps=steps, tools=await tool_rewards(request, instances))
-        except InfraFault as error:
+        except (InfraFault, ConfigError) as error:  # the format may reject a prompt
             request.finish(FinishReason.INFRA)
             request.error = str(error)
+            failure = error
         except Exception as error:
             logger.exception("request %s: internal error", request.request_id)
             request.finish(FinishReason.INFRA)
             request.error = f"{type(error).__name__}: {error}"
         trajectory = self._make_trajectory(request, rewards, time.monotonic() - started)
         if trajectory.outcome == "ok":
-            await self._score(trajectory, request.limits.turn_timeout)
+            failure = await self._score(trajectory, request.limits.turn_timeout)
         if trajectory.outcome == "infra":
-            self._warn_once(trajectory)
+            trajectory.retryable = not isinstance(failure, UserCodeError)
+            self._warn_once(trajectory, None if trajectory.retryable or failure is None else failure.__cause__)
         return trajectory
 
     async def _drive(self, request: AsyncRolloutRequest, instances: ToolInstances, deadlines: Deadlines) -> None:
@@ -102,10 +109,14 @@ class RolloutLoop:
                 await self._call_tools(request, parsed, instances, deadlines)
             elif deadlines.trajectory_expired:
                 request.finish(FinishReason.DEADLINE)
-            elif turn := await self._generator.generate_turn(request, deadlines):
-                parsed = turn.parsed
-                request.messages.append(turn.message)
-                self._finish_or_call_tools(request, turn)
+            else:
+                known_turns = len(request.turns)
+                turn = await self._generator.generate_turn(request, deadlines)
+                self.progress.add_turns(request.turns[known_turns:])
+                if turn is not None:
+                    parsed = turn.parsed
+                    request.messages.append(turn.message)
+                    self._finish_or_call_tools(request, turn)
 
     def _finish_or_call_tools(self, request: AsyncRolloutRequest, turn: GeneratedTurn) -> None:
         if not turn.in_time:
@@ -126,6 +137,7 @@ class RolloutLoop:
         request.calls_made += sum(call.problem is None for call in calls)
         records, all_ended = await self._executor.execute_all(request, calls, instances, deadlines)
         request.calls += records
+        self.progress.calls += len(records)
         infra_fault = next((record for record in records if record.fault is Fault.INFRA), None)
         if infra_fault is not None:
             request.finish(FinishReason.INFRA, infra_fault.error)
@@ -134,7 +146,12 @@ class RolloutLoop:
             request.finish(FinishReason.DEADLINE)
             return
         responses = [
-            Message(role="tool", content=record.answer, tool_call_id=call.id, name=call.name)
+            Message(
+                role="tool",
+                content=image_content(record.images, record.answer),
+                tool_call_id=call.id,
+                name=call.name,
+            )
             for call, record in zip(parsed.calls, records, strict=True)
         ]
         if any(record.metrics.get("stop") is True for record in records):
@@ -143,13 +160,16 @@ class RolloutLoop:
             self._generator.append_tool_responses(request, responses)
         request.messages += responses
 
-    async def _score(self, trajectory: Trajectory, timeout_s: float) -> None:
+    async def _score(self, trajectory: Trajectory, timeout_s: float) -> InfraFault | None:
+        """Add the results of the reward functions. Return the fault if they failed."""
         try:
             functions = await self.rewards.score(trajectory, timeout_s) if self.rewards.functions else {}
             rewards = replace(trajectory.rewards, functions=functions)
             trajectory.rewards = replace(rewards, total=self.rewards.total(rewards))
         except InfraFault as error:
             trajectory.outcome, trajectory.error = "infra", str(error)
+            return error
+        return None
 
     def _make_trajectory(self, request: AsyncRolloutRequest, rewards: Rewards, seconds: float) -> Trajectory:
         assert request.finish_reason is not None
@@ -173,12 +193,13 @@ class RolloutLoop:
             extra=request.extra,
         )
 
-    def _warn_once(self, trajectory: Trajectory) -> None:
+    def _warn_once(self, trajectory: Trajectory, cause: BaseException | None) -> None:
+        """Log the error of a trajectory, with the traceback of its cause, unless a similar one was logged."""
         error = trajectory.error or str(trajectory.finish_reason)
         kind = re.sub(r"[0-9a-f]{4,}|\d+", "#", error)[:80]  # ignores ids and numbers
         if kind not in self._logged_errors and len(self._logged_errors) < MAX_DISTINCT_WARNINGS:
             self._logged_errors.add(kind)
-            logger.warning("trajectory excluded from the loss: %s", error)
+            logger.warning("trajectory excluded from the loss: %s", error, exc_info=cause)
 
     def _tool_instances(self, request: AsyncRolloutRequest) -> ToolInstances:
         kwargs = request.tool_kwargs

@@ -8,13 +8,14 @@ request and asks it for the remaining length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 from uuid import uuid4
 
 from toolroll.errors import ToolrollError
+from toolroll.images import ImageSpan
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import CallRecord, Fidelity, FinishReason, TurnRecord
@@ -102,9 +103,9 @@ class AsyncRolloutRequest:
             self.transition_to(RequestState.FINISHED)
             self.finish_reason, self.error = reason, error
 
-    def start(self, prompt_ids: list[int]) -> None:
+    def start(self, prompt_ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
         """Set the prompt and change to GENERATING, or to FINISHED if the prompt exceeds a limit."""
-        self.tokens = TokenStream(prompt_ids)
+        self.tokens = TokenStream(prompt_ids, images)
         self.prompt_len = self.turn_start = len(self.tokens)
         max_len = self.limits.max_prompt_len
         if max_len is not None and len(prompt_ids) > max_len:
@@ -123,21 +124,22 @@ class AsyncRolloutRequest:
         already_sampled = len(self.tokens) - self.turn_start  # before an interruption
         return min(remaining, max_per_turn - already_sampled)
 
-    def append_tool_responses(self, ids: list[int], *, rerendered: bool) -> None:
+    def append_tool_responses(self, ids: list[int], *, rerendered: bool, images: Sequence[ImageSpan] = ()) -> None:
         """Append the tokens of the tool responses and start the next turn, or finish if no tokens would remain for it.
 
         Args:
             ids: Tokens to append or, if the conversation was rendered again, the whole prompt of the next turn.
             rerendered: True if the conversation was rendered again. `tokens` is then moved to `earlier` and replaced.
+            images: Ranges of images in `ids`.
         """
         if self._remaining_after(len(ids) if rerendered else len(self.tokens) + len(ids)) <= 0:
             self.finish(FinishReason.LENGTH)
             return
         if rerendered:
             self.earlier.append(self.tokens)
-            self.tokens, self.fidelity = TokenStream(ids), Fidelity.RERENDERED
+            self.tokens, self.fidelity = TokenStream(ids, images), Fidelity.RERENDERED
         else:
-            self.tokens.append_unsampled(ids, turn=self.turn)
+            self.tokens.append_unsampled(ids, turn=self.turn, images=images)
         self.turn += 1
         self.turn_start = len(self.tokens)
         self.interruptions = 0

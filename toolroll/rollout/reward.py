@@ -14,7 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from toolroll.errors import InfraFault
+from toolroll.errors import InfraFault, ToolContractError, UserCodeError
 from toolroll.rollout.trajectory import Rewards, Trajectory
 from toolroll.tools.base_tool import as_reward
 
@@ -82,9 +82,12 @@ class RewardRule:
                     value = function(trajectory)
                     value = await value if inspect.isawaitable(value) else value
                 scores[name] = None if value is None else as_reward(name, value)
+            except ToolContractError as error:  # the value is not a number
+                raise UserCodeError(f"Reward function {name!r} failed: {error}") from error
+            except InfraFault as error:
+                raise InfraFault(f"Reward function {name!r} failed: {error}") from error
             except Exception as error:
-                reason = str(error) if isinstance(error, InfraFault) else f"{type(error).__name__}: {error}"
                 if isinstance(error, TimeoutError) and limit.expired():
-                    reason = f"timed out after {timeout_s:g} s"
-                raise InfraFault(f"Reward function {name!r} failed: {reason}") from error
+                    raise InfraFault(f"Reward function {name!r} failed: timed out after {timeout_s:g} s") from error
+                raise UserCodeError.because(f"Reward function {name!r}", error) from error
         return scores

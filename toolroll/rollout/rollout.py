@@ -17,18 +17,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from toolroll.errors import ConfigError, did_you_mean, validate
-from toolroll.rollout.chat.formats import load_rendering
-from toolroll.rollout.chat.rendering import Rendering
+from toolroll.rollout.chat.formats import ToolPrompt, load_rendering
+from toolroll.rollout.chat.rendering import Rendering, Thinking
 from toolroll.rollout.engines.base import ChatEngine, TokenEngine
 from toolroll.rollout.generation import ChatGenerator, TokenGenerator, TurnGenerator
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.loop import RolloutLoop
 from toolroll.rollout.pause import Pause
+from toolroll.rollout.progress import RolloutProgress
 from toolroll.rollout.prompt import Prompt
 from toolroll.rollout.request import AsyncRolloutRequest
 from toolroll.rollout.reward import RewardFunction, RewardRule
@@ -55,16 +57,19 @@ class Rollout:
         tools: Path of a tool config, or tools.
         tokenizer: The model's tokenizer, or the directory that contains it. Not needed with `rendering` or a
             `ChatEngine`.
-        model_format: Name of the chat format; by default detected from the tokenizer.
+        model_format: Name of the chat format; by default found by the model's chat template.
         chat_template_kwargs: Settings of the chat template or chat format, for example `enable_thinking`.
-        rendering: Rendering to use in place of `tokenizer`, `model_format` and `chat_template_kwargs`.
+        tool_prompt: "hermes" for a model whose chat template does not show tools.
+        thinking: "keep" or "strip" the reasoning of earlier turns; by default as the chat template does it.
+        rendering: Rendering to use in place of the tokenizer and the four settings above.
         limits: Limits of each trajectory.
         sampling_params: Sampling parameters under the engine's names. Those of a prompt override them.
         rewards: Composition of the reward, or a reward function whose result is added to the tools' rewards.
         max_in_flight: Maximum number of trajectories that run concurrently.
 
     Raises:
-        ConfigError: If an argument is invalid or the chat format cannot be determined.
+        ConfigError: If an argument is invalid or the model is refused: tools do not work with its chat format, or a
+            tool returns images, which the model cannot see.
 
     Attributes:
         limits: Limits of each trajectory.
@@ -83,6 +88,8 @@ class Rollout:
         tokenizer: Any = None,
         model_format: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_prompt: ToolPrompt | None = None,
+        thinking: Thinking | None = None,
         rendering: Rendering | None = None,
         limits: Limits | Mapping[str, Any] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
@@ -110,9 +117,17 @@ class Rollout:
             raise ConfigError("Missing tokenizer. Pass tokenizer='path/to/the/model' or a rendering.")
         else:
             self.rendering = rendering or load_rendering(
-                tokenizer, model_format, chat_template_kwargs=chat_template_kwargs
+                tokenizer,
+                model_format,
+                chat_template_kwargs=chat_template_kwargs,
+                tool_prompt=tool_prompt,
+                thinking=thinking,
+                needs_tools=bool(schemas),
             )
             generator = TokenGenerator(engine, self.rendering, schemas, self._pause)
+        if any(tool.returns_images for tool in loaded_tools):
+            generator.check_images("tool")
+        self._generator = generator
         self._loop = RolloutLoop(generator, loaded_tools, self._pause, _read_rewards(rewards, loaded_tools))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unknown_tools: set[str] = set()
@@ -139,6 +154,13 @@ class Rollout:
         users.discard(self)
         if not users:
             await self._engine.close()
+
+    def progress(self) -> RolloutProgress:
+        """Return what all trajectories have done so far, and which services do not answer."""
+        services = {"engine": self._engine, **self._loop.tools}
+        seconds = {name: getattr(service, "unreachable_s", lambda: None)() for name, service in services.items()}
+        unreachable = {name: value for name, value in seconds.items() if value is not None}
+        return replace(self._loop.progress, unreachable=unreachable)
 
     async def abort(self) -> None:
         """Abort all generations and wait until they have ended, for example before the weights change.
@@ -180,7 +202,8 @@ class Rollout:
             Trajectories, in the order in which they finish.
 
         Raises:
-            ConfigError: If a prompt is invalid. It is raised after the trajectories of earlier prompts are yielded.
+            ConfigError: If a prompt is invalid, or has an image that the model cannot see. It is raised after the
+                trajectories of earlier prompts are yielded.
         """
         if isinstance(prompts, str | Mapping):
             raise ConfigError(f"Expected several prompts, got one: {prompts!r:.60}. Put it into a list.")
@@ -226,7 +249,8 @@ class Rollout:
         Raises:
             ConfigError: If the prompt is invalid.
         """
-        return await self._loop.run(self._make_request(self._read_prompt(prompt, group), sample))
+        read = await self._with_images(self._read_prompt(prompt, group))
+        return await self._loop.run(self._make_request(read, sample))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
@@ -245,7 +269,7 @@ class Rollout:
     async def _requests(self, prompts: Prompts, n: int) -> AsyncIterator[AsyncRolloutRequest]:
         index = 0
         async for value in _iterate(prompts):
-            prompt = self._read_prompt(value, str(index))
+            prompt = await self._with_images(self._read_prompt(value, str(index)))
             for sample in range(n):
                 yield self._make_request(prompt, sample)
             index += 1
@@ -256,6 +280,13 @@ class Rollout:
             self._unknown_tools.add(tool)
             logger.warning("prompt %s: tools_kwargs for unknown tool %r ignored", group, tool)
         return prompt
+
+    async def _with_images(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its images, which are read in a thread."""
+        if all(isinstance(message.content, str | None) for message in prompt.messages):
+            return prompt
+        messages = await asyncio.to_thread(self._generator.read_images, prompt.messages)
+        return prompt.model_copy(update={"messages": messages})
 
     def _make_request(self, prompt: Prompt, sample: int) -> AsyncRolloutRequest:
         prompt_params = _read_sampling_params(prompt.sampling_params, chat=self.rendering is None)

@@ -3,10 +3,11 @@
 Invariants of a `TokenStream`:
 
 - It is append-only. Tokens are never changed and never re-encoded.
-- Ids, mask and log-probabilities have the same length.
+- Ids, mask and log-probabilities have the same length. Invalid values are rejected before anything is appended.
 - The mask is 1 for sampled tokens and 0 for all others.
 - The spans cover the stream in order, without gaps or overlaps.
 - The log-probability of a token that was not sampled is 0. Either all sampled tokens have log-probabilities or none.
+- An image is a range of placeholders, as many as the model sees. `images` has the ranges in order.
 
 The ids are passed to the engine without a copy, so the cost of a turn does not depend on the length of the trajectory.
 """
@@ -14,9 +15,11 @@ The ids are passed to the engine without a copy, so the cost of a turn does not 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from toolroll.images import ImageSpan
 
 
 class Author(StrEnum):
@@ -48,6 +51,7 @@ class TokenStream:
 
     Args:
         prompt_ids: Tokens of the prompt.
+        images: Ranges of images in the prompt.
 
     Attributes:
         prompt_length: Number of tokens of the prompt.
@@ -55,6 +59,7 @@ class TokenStream:
         mask: The loss mask, a bytearray: 1 for sampled tokens, 0 for all others.
         logprobs: The log-probabilities, an `array("f")`; 0 for tokens that were not sampled.
         spans: The origin, turn and weight version of each range of tokens.
+        images: The range of each image.
 
     Example:
         >>> stream = TokenStream([1, 2, 3])
@@ -64,14 +69,15 @@ class TokenStream:
         ([0, 0, 0, 1, 1, 0], [4, 5, 6])
     """
 
-    __slots__ = ("_has_logprobs", "ids", "logprobs", "mask", "prompt_length", "spans")
+    __slots__ = ("_has_logprobs", "ids", "images", "logprobs", "mask", "prompt_length", "spans")
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int], images: Iterable[ImageSpan] = ()) -> None:
         self.prompt_length = len(prompt_ids)
         self.ids = array("q")
         self.mask = bytearray()
         self.logprobs = array("f")
         self.spans: list[Span] = []
+        self.images = list(images)
         self._has_logprobs: bool | None = None
         self._append(prompt_ids, Author.PROMPT, 0, None, None)
 
@@ -92,6 +98,7 @@ class TokenStream:
         Raises:
             ValueError: If the number of log-probabilities differs from the number of ids, or only some of the sampled
                 tokens have log-probabilities.
+            TypeError: If an id is not an integer or a log-probability is not a number.
         """
         if logprobs is not None and len(logprobs) != len(ids):
             raise ValueError(f"Expected one log-probability per token, got {len(logprobs)} for {len(ids)} tokens.")
@@ -101,14 +108,17 @@ class TokenStream:
             self._has_logprobs = logprobs is not None
         self._append(ids, Author.MODEL, turn, logprobs, weight_version)
 
-    def append_unsampled(self, ids: Sequence[int], *, turn: int) -> None:
+    def append_unsampled(self, ids: Sequence[int], *, turn: int, images: Iterable[ImageSpan] = ()) -> None:
         """Append tokens that the engine did not sample: tool responses and the template's text around them.
 
         Args:
             ids: Token ids.
             turn: Index of the assistant turn that called the tools, from 0.
+            images: Ranges of images in `ids`.
         """
+        start = len(self.ids)
         self._append(ids, Author.TOOL, turn, None, None)
+        self.images += [span.shifted(start) for span in images]
 
     @property
     def has_logprobs(self) -> bool:
@@ -146,7 +156,9 @@ class TokenStream:
         if not ids:
             return
         start = len(self.ids)
-        self.ids.extend(ids)
+        new_ids = array("q", ids)  # an invalid value raises before anything is appended
+        new_logprobs = array("f", bytes(4 * len(ids)) if logprobs is None else logprobs)
+        self.ids.extend(new_ids)
         self.mask.extend((b"\1" if author is Author.MODEL else b"\0") * len(ids))
-        self.logprobs.extend(logprobs if logprobs is not None else bytes(len(ids)))
+        self.logprobs.extend(new_logprobs)
         self.spans.append(Span(author, turn, start, len(self.ids), version))

@@ -15,16 +15,28 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 from toolroll._internal.text import replace_lone_surrogates
-from toolroll.errors import Fault, InfraFault, PolicyFault, ToolContractError, unknown_name
+from toolroll.errors import (
+    ConfigError,
+    Fault,
+    InfraFault,
+    PolicyFault,
+    ToolContractError,
+    ToolrollError,
+    UserCodeError,
+    unknown_name,
+)
+from toolroll.images import Image
 from toolroll.rollout.chat.parsed_turn import ParsedCall, ParsedTurn
 from toolroll.rollout.instances import ToolInstances
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.pause import Deadlines
 from toolroll.rollout.request import AsyncRolloutRequest
 from toolroll.rollout.trajectory import CallRecord
+from toolroll.schemas import ToolResponse
 from toolroll.tools.base_tool import BaseTool
 
 logger = logging.getLogger(__name__)
@@ -32,6 +44,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Truncate = Callable[[str, AsyncRolloutRequest], str]
 
+MAX_LOGGED_PLACES = 20
+"""Maximum number of lines of tools whose exceptions are logged."""
 CALL_GRACE_PERIOD_S = 1.0
 """Time after its deadline in which a tool may still return a result, and in which a cancelled one must end."""
 
@@ -79,11 +93,16 @@ class ToolExecutor:
 
     Args:
         tools: The tools, by name.
-        truncate: Function that shortens a tool response to the limits of a request.
+        truncate: Function that shortens the text of a tool response to the limits of a request.
+        read_image: Function that reads an image of a response.
     """
 
-    def __init__(self, tools: Mapping[str, BaseTool[Any]], truncate: Truncate) -> None:
+    def __init__(
+        self, tools: Mapping[str, BaseTool[Any]], truncate: Truncate, read_image: Callable[[Any], Image]
+    ) -> None:
         self._truncate = truncate
+        self._read_image = read_image
+        self._logged_places: set[tuple[object, ...]] = set()
         self._accepting_deadline = {name for name, tool in tools.items() if _accepts_deadline(tool)}
 
     async def execute_all(
@@ -121,10 +140,7 @@ class ToolExecutor:
                 if call.name in self._accepting_deadline:
                     kwargs["deadline"] = started + timeout_s
                 result = await instances[call.name].execute(call.arguments, **kwargs)
-            if result.response.image or result.response.video:
-                raise ToolContractError(
-                    f"Tool {call.name!r} returned an image or a video. Only text responses are supported."
-                )
+                images = await self._read_images(call.name, result.response)
         except InfraFault as error:
             seconds = time.monotonic() - started
             return _record(request, call, "", seconds, fault=Fault.INFRA, error=str(error), metrics=error.metrics)
@@ -132,18 +148,46 @@ class ToolExecutor:
             text = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
             if isinstance(error, TimeoutError) and limit.expired():
                 text = f"The tool call timed out after {timeout_s:g} s."
+            elif not isinstance(error, ToolrollError):
+                self._log_once(call.name, error)
             answer = self._truncate(replace_lone_surrogates(text), request)
             return _policy_fault(request, call, answer, time.monotonic() - started)
         answer = self._truncate(replace_lone_surrogates(result.response.text or ""), request)
         seconds = time.monotonic() - started
-        return _record(request, call, answer, seconds, reward=result.reward, metrics=result.metrics)
+        return _record(request, call, answer, seconds, reward=result.reward, metrics=result.metrics, images=images)
+
+    def _log_once(self, tool: str, error: Exception) -> None:
+        """Log an exception of a tool with its traceback, unless one from the same line was logged."""
+        frames = extract_tb(error.__traceback__)
+        place = tool, type(error).__name__, frames[-1].filename, frames[-1].lineno
+        if place not in self._logged_places and len(self._logged_places) < MAX_LOGGED_PLACES:
+            self._logged_places.add(place)
+            logger.warning("tool %r raised an exception, which the model reads: %s", tool, error, exc_info=error)
+
+    async def _read_images(self, tool: str, response: ToolResponse) -> tuple[Image, ...]:
+        """Return the images of a response.
+
+        Raises:
+            ToolContractError: If the response has a video or an invalid image, or the model cannot see images.
+            PolicyFault: If the model's image processor rejects the size of an image.
+        """
+        if response.video:
+            raise ToolContractError(f"Tool {tool!r} returned a video. Only text and images are supported.")
+        if not response.image:
+            return ()
+        try:
+            # In a thread, because encoding a large image takes a second.
+            return tuple([await asyncio.to_thread(self._read_image, image) for image in response.image])
+        except ConfigError as error:
+            raise ToolContractError(f"Tool {tool!r} returned an image. {error}") from error
 
 
 async def tool_rewards(request: AsyncRolloutRequest, instances: ToolInstances) -> dict[str, float]:
     """Return the result of each tool's `calc_reward`, by tool name.
 
     Raises:
-        InfraFault: If `calc_reward` of a tool fails or takes longer than `call_timeout`.
+        UserCodeError: If `calc_reward` of a tool raises an exception.
+        InfraFault: If it reports an infra fault, or takes longer than `call_timeout`.
     """
     tasks = {
         name: asyncio.create_task(instance.calc_reward(**request.tool_kwargs(name, "calc_reward")))
@@ -154,6 +198,10 @@ async def tool_rewards(request: AsyncRolloutRequest, instances: ToolInstances) -
     if pending:
         names = ", ".join(name for name, task in tasks.items() if task in pending)
         raise InfraFault(f"calc_reward timed out after {timeout_s:g} s: {names}.")
+    for name, task in tasks.items():
+        error = task.exception()
+        if error is not None and not isinstance(error, InfraFault):
+            raise UserCodeError.because(f"calc_reward of tool {name!r}", error) from error
     return {name: task.result() for name, task in tasks.items()}
 
 

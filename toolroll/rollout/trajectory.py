@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from toolroll.errors import Fault
+from toolroll.images import Image
 from toolroll.rollout.engines.base import GenerationTimings, LogprobsMode
 from toolroll.rollout.tokens import TokenStream
 from toolroll.schemas import Message
@@ -61,6 +62,8 @@ class CallRecord:
     """Arguments as the model wrote them."""
     answer: str
     """Text that the model received."""
+    images: tuple[Image, ...] = ()
+    """Images that the model received."""
     fault: Fault | None = None
     error: str | None = None
     reward: float | None = None
@@ -125,6 +128,8 @@ class Trajectory:
     """"ok", or "infra" if the trajectory must be excluded from the loss."""
     error: str | None = None
     """Error message, if something failed."""
+    retryable: bool = True
+    """False if another attempt would fail in the same way, because a reward function or a tool raised an exception."""
     fidelity: Fidelity
     """Relation between the tokens and those of the engine."""
     logprobs_mode: LogprobsMode | None

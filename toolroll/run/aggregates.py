@@ -7,13 +7,13 @@ of a run can be merged, and stored as JSON: a few kilobytes, plus a few bytes pe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
 from toolroll._internal.text import shorten
 from toolroll.errors import Fault
-from toolroll.records.record import Record, number
+from toolroll.records.record import Record, number, program_outcome
 from toolroll.records.stats.histogram import Histogram
 from toolroll.rollout.trajectory import Trajectory
 from toolroll.run.pass_at_k import PassAtK
@@ -24,7 +24,7 @@ MAX_DISTINCT_ERRORS = 16
 """Maximum number of error messages that are counted separately."""
 OTHER_ERRORS_LABEL = "others"
 """Key under which all further error messages are counted."""
-COUNTER_NAMES = ("finish_reasons", "outcomes", "fidelity", "faults", "errors")
+COUNTER_NAMES = ("finish_reasons", "outcomes", "fidelity", "faults", "programs", "errors")
 HISTOGRAM_NAMES = ("seconds", "tool_seconds", "queue_wait")
 
 
@@ -50,8 +50,12 @@ class SampleOutcome(NamedTuple):
     queue_wait: float
     """Time that all tool calls waited for a slot."""
     fidelity: str
+    programs: Mapping[str, int] = {}
+    """Number of programs that the tools ran, by outcome."""
     error: str | None = None
     """First line of the error that ended the trajectory, if its outcome is "infra"."""
+    retryable: bool = True
+    """False if another attempt would fail in the same way."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, row: int) -> SampleOutcome:
@@ -73,7 +77,9 @@ class SampleOutcome(NamedTuple):
             tool_seconds=sum(call.seconds for call in calls),
             queue_wait=sum(_queue_wait(call.metrics) for call in calls),
             fidelity=str(trajectory.fidelity),
+            programs=_count_programs({"metrics": call.metrics} for call in calls),
             error=_short_error(trajectory.error) if trajectory.outcome == "infra" else None,
+            retryable=trajectory.retryable,
         )
 
     @classmethod
@@ -96,6 +102,7 @@ class SampleOutcome(NamedTuple):
             tool_seconds=sum(number(call.get("seconds")) or 0.0 for call in record.calls),
             queue_wait=sum(_queue_wait(call.get("metrics")) for call in record.calls),
             fidelity=record.fidelity or "",
+            programs=_count_programs(record.calls),
             error=_short_error(record.error) if record.outcome == "infra" else None,
         )
 
@@ -129,6 +136,7 @@ class RunAggregates:
         self._counters["finish_reasons"][outcome.finish_reason] += 1
         self._counters["outcomes"][outcome.outcome] += 1
         self._counters["fidelity"][outcome.fidelity] += 1
+        self._counters["programs"].update(outcome.programs)
         if outcome.error is not None:
             self._add_error(outcome.error, 1)
         self._histograms["seconds"].add(outcome.seconds)
@@ -184,7 +192,7 @@ class RunAggregates:
         restored._sums.update(state["sums"])
         restored._reward_sum = state["reward"]
         for name in COUNTER_NAMES:
-            restored._counters[name].update(state["counts"][name])
+            restored._counters[name].update(state["counts"].get(name, {}))
         restored._histograms = {name: Histogram.from_state(state["spread"][name]) for name in HISTOGRAM_NAMES}
         restored._pass_at_k = PassAtK.from_state(restored._n, state["pass_at_k"])
         return restored
@@ -192,6 +200,10 @@ class RunAggregates:
     def _add_error(self, error: str, count: int) -> None:
         errors = self._counters["errors"]
         errors[error if error in errors or len(errors) < MAX_DISTINCT_ERRORS else OTHER_ERRORS_LABEL] += count
+
+
+def _count_programs(calls: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    return dict(Counter(filter(None, map(program_outcome, calls))))
 
 
 def _queue_wait(metrics: Any) -> float:

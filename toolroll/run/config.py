@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from yaml import YAMLError
 
-from toolroll.errors import ConfigError, explain
+from toolroll.errors import ConfigError, explain, unknown_name
 from toolroll.rollout.limits import Limits
 
+ENGINE_CLASSES = {
+    "sglang": "toolroll.rollout.engines.sglang.SGLangEngine",
+    "vllm": "toolroll.rollout.engines.vllm.VLLMEngine",
+    "openai": "toolroll.rollout.engines.openai.OpenAIEngine",
+    "transformers": "toolroll.rollout.engines.transformers_engine.TransformersEngine",
+}
+SERVER_KINDS = ("sglang", "vllm", "openai")
+"""Engines that are servers, with URLs."""
 PATH_SETTINGS = ("tools", "rollout_data_dir")
 """Top-level settings that are paths."""
 
@@ -26,13 +34,27 @@ class EngineConfig(_StrictModel):
     """Inference engine of a run."""
 
     kind: str = "sglang"
-    """`sglang`, `vllm`, `openai`, or the dotted path of an engine class, e.g. `my.module.MyEngine`."""
-    urls: str | list[str]
-    """URL of the server, or a list of URLs."""
+    """`sglang`, `vllm`, `openai`, `transformers` to run the model in this process, or the dotted path of an engine
+    class, e.g. `my.module.MyEngine`."""
+    urls: str | list[str] = Field(default_factory=list)
+    """URL of the server, or a list of URLs. Not needed for `transformers`."""
     model: str | None = None
     """Name of the model on the server. Required for `openai`, and for `vllm` if the server has several models."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the engine class, e.g. `max_connections`."""
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        if kind not in ENGINE_CLASSES and "." not in kind:
+            raise ValueError(unknown_name("engine", kind, ENGINE_CLASSES).rstrip("."))
+        return kind
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> Self:
+        if self.kind in SERVER_KINDS and not self.urls:
+            raise ValueError(f"urls is missing: set the address of the {self.kind} server")
+        return self
 
 
 class DataConfig(_StrictModel):
@@ -94,9 +116,13 @@ class RunConfig(_StrictModel):
     model: str | None = None
     """Directory or Hugging Face name of the model, whose tokenizer is loaded. Not needed for the `openai` engine."""
     model_format: str | None = None
-    """Chat format of the model. Default: detected from the tokenizer."""
+    """Chat format of the model. Default: found by its chat template."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the chat template."""
+    tool_prompt: Literal["hermes"] | None = None
+    """`hermes` for a model whose chat template does not show tools: the system message lists them."""
+    thinking: Literal["keep", "strip"] | None = None
+    """Whether the reasoning of earlier turns stays in the prompt. Default: as the chat template does it."""
     tools: str | None = None
     """Path of a tool config."""
     data: DataConfig
@@ -111,6 +137,8 @@ class RunConfig(_StrictModel):
     """Composition of the rewards."""
     rollout_data_dir: str
     """Directory of the records. A run that was interrupted resumes from the records in it."""
+    retry: Literal["infra", "none"] = "infra"
+    """Which samples a resumed run attempts again: those that failed because of the infrastructure, or `none`."""
     prompts_per_step: int = Field(default=1024, ge=1)
     """Number of prompts per record file `{step}.jsonl`."""
     record_tokens: bool = True
@@ -152,7 +180,17 @@ class RunConfig(_StrictModel):
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
-            raise ConfigError(f"{file}: {explain(error)}") from error
+            raise ConfigError(f"{file}: {explain(error, _keys(cls))}") from error
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the names of all settings, with dots for nested ones."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _keys(field.annotation, f"{prefix}{name}.")
+    return keys
 
 
 def _resolve(config: Any, directory: Path) -> dict[str, Any]:

@@ -9,16 +9,23 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from toolroll._internal.ray_cluster import NoCluster, connect, start_local
+from toolroll.errors import RecordsNotWritten, RunFailed
 from toolroll.limiter.registry import get_limiter
 from toolroll.rollout.distributed.dispatch import NO_LEASE_S
 from toolroll.rollout.distributed.worker import COORDINATOR_RETRY_INTERVAL_S, Worker
+from toolroll.rollout.progress import RolloutProgress
 from toolroll.run.config import RunConfig
-from toolroll.run.run_coordinator import RunCoordinator
+from toolroll.run.retry import set_aside_failed
+from toolroll.run.run_coordinator import RunCoordinator, lock_directory
 from toolroll.run.sample_worker import SampleWorker, sandbox_tools
 from toolroll.run.status import RunSnapshot
+
+FAILURE_CHECK_INTERVAL_S = 0.5
+"""Interval at which `wait` checks whether the run makes sense to continue."""
 
 
 class Run:
@@ -29,6 +36,9 @@ class Run:
 
     Args:
         config: Configuration of the run.
+
+    Attributes:
+        retried: Number of samples that failed in an earlier run and are attempted again.
 
     Raises:
         ConfigError: On entering, if the data, the engine, the tools or the run's directory cannot be used.
@@ -48,9 +58,12 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self.retried = 0
         self._final_status: RunSnapshot | None = None
 
     async def __aenter__(self) -> Self:
+        if self.config.retry == "infra":
+            self.retried = await asyncio.to_thread(_set_aside_failed, self.config)
         self._backend = _LocalBackend(self.config) if self.config.cluster is None else _RayBackend(self.config)
         self._running = asyncio.create_task(self._backend.workers.run())
         return self
@@ -67,10 +80,16 @@ class Run:
         """Wait until all trajectories are recorded.
 
         Raises:
+            RunFailed: If the first trajectories all failed with the same error.
             WorkersFailed: If workers on a cluster failed with an error that a restart would not fix.
             Exception: Any other error that stopped the run, e.g. OSError if the disk is full.
         """
-        await asyncio.shield(self._running)
+        while not self._running.done():
+            await asyncio.wait([self._running], timeout=FAILURE_CHECK_INTERVAL_S)
+            failure = (await self.status()).failure
+            if failure is not None:
+                raise RunFailed(failure)
+        await self._running
 
     async def status(self) -> RunSnapshot:
         """Return the current status of the run, or its final status if it has ended.
@@ -98,7 +117,8 @@ class _LocalBackend:
 
     async def status(self) -> RunSnapshot:
         limiters = [get_limiter(resource, limit) for resource, limit in self._limits.items()]
-        return _with_slots(await self._coordinator.status(), ((one.in_use, one.limit) for one in limiters))
+        status = _with_progress(await self._coordinator.status(), self._runner.rollout.progress())
+        return _with_slots(status, ((one.in_use, one.limit) for one in limiters))
 
     async def close(self) -> None:
         await self._runner.close()
@@ -137,7 +157,8 @@ class _RayBackend:
             except self._ray.exceptions.RayError:
                 pass  # the coordinator is being restarted
             if self._last_status is not None:
-                return _with_slots(self._last_status, await asyncio.to_thread(self._slots))
+                status = _with_progress(self._last_status, await self.workers.progress())
+                return _with_slots(status, await asyncio.to_thread(self._slots))
             await asyncio.sleep(COORDINATOR_RETRY_INTERVAL_S)
 
     async def close(self) -> None:
@@ -160,6 +181,19 @@ class _RayBackend:
         return slots
 
 
+def _set_aside_failed(config: RunConfig) -> int:
+    """Make the samples that failed in an earlier run missing, so that they are attempted again."""
+    if not Path(config.rollout_data_dir).is_dir():
+        return 0
+    lock = lock_directory(config)
+    try:
+        return set_aside_failed(Path(config.rollout_data_dir))
+    except OSError as error:
+        raise RecordsNotWritten.because(error, config.rollout_data_dir) from error
+    finally:
+        lock.release()
+
+
 def _connect(address: str) -> bool:
     """Connect to a cluster, starting one if `auto` finds none. Return False if this process was already connected."""
     try:
@@ -173,6 +207,16 @@ def _connect(address: str) -> bool:
 
 def _resource_limits(config: RunConfig) -> dict[str, int]:
     return {tool.resource: tool.settings.rate_limit for tool in sandbox_tools(config)}
+
+
+def _with_progress(status: RunSnapshot, progress: RolloutProgress) -> RunSnapshot:
+    """Return the status with what the running trajectories have done. A restarted worker has forgotten its counts."""
+    return replace(
+        status,
+        tokens=max(status.tokens, progress.tokens),
+        calls=max(status.calls, progress.calls),
+        unreachable=progress.unreachable,
+    )
 
 
 def _with_slots(status: RunSnapshot, slots: Iterable[tuple[int, int]]) -> RunSnapshot:

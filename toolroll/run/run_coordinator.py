@@ -19,6 +19,7 @@ from toolroll.rollout.distributed.coordinator import WorkCoordinator
 from toolroll.rollout.distributed.dispatch import WORKER_LEASE_S, Key, LostWorker, Results, WorkItem
 from toolroll.run.config import RunConfig
 from toolroll.run.data import PromptRows
+from toolroll.run.early_stop import EarlyStop
 from toolroll.run.resume import ResumeState, SampleItem, recorded_outcomes
 from toolroll.run.row_files import BadRow
 from toolroll.run.run_lock import RunLock
@@ -26,6 +27,25 @@ from toolroll.run.status import RunSnapshot
 from toolroll.run.write_fence import FENCE_RETRY_INTERVAL_S, fence, permit
 
 logger = logging.getLogger(__name__)
+
+
+def lock_directory(config: RunConfig, rows: PromptRows | None = None) -> RunLock:
+    """Lock the directory of a run.
+
+    Args:
+        config: Configuration of the run.
+        rows: Its data, if it was opened already.
+
+    Raises:
+        ConfigError: If another run is active in the directory, or it contains records of a different run.
+    """
+    identity = {
+        "data": (rows or PromptRows(config.data)).fingerprint(),
+        "n": config.n,
+        "prompts_per_step": config.prompts_per_step,
+        "model": config.model or config.engine.model,
+    }
+    return RunLock(Path(config.rollout_data_dir), identity)
 
 
 class RunCoordinator(WorkCoordinator[SampleItem]):
@@ -50,19 +70,14 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
         self._rows = PromptRows(config.data)
         self._row_count = self._rows.known_length()
         directory = Path(config.rollout_data_dir)
-        identity = {
-            "data": self._rows.fingerprint(),
-            "n": config.n,
-            "prompts_per_step": config.prompts_per_step,
-            "model": config.model or config.engine.model,
-        }
-        self._lock = RunLock(directory, identity)
+        self._lock = lock_directory(config, self._rows)
         self._resume_state = ResumeState(directory, config.n, config.prompts_per_step, config.rewards.solved_at)
         self._resume_state.load()
         self._resumed = self._resume_state.aggregates.summary()
         self._started_at: float | None = None
         """Time at which the first item was assigned."""
         self._bad_rows = 0
+        self._early_stop = EarlyStop()
 
     async def register(self, worker: str, lease_s: float = WORKER_LEASE_S) -> None:
         """Register a worker and permit it to write records. A request that is repeated late has no effect."""
@@ -84,6 +99,7 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
     def record_result(self, key: Key, result: Any) -> None:
         """Mark a sample as done."""
         self._resume_state.add(result)
+        self._early_stop.add(result)
 
     async def find_committed(self, lost: LostWorker[SampleItem]) -> Results:
         """Fence a lost worker, and return the pending samples that it had recorded."""
@@ -111,6 +127,7 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
             seconds=0.0 if self._started_at is None else time.monotonic() - self._started_at,
             resumed=resumed["trajectories"],
             bad_rows=self._bad_rows,
+            failure=self._early_stop.failure,
             aggregates=aggregates,
         )
 

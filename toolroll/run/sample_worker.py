@@ -22,7 +22,7 @@ from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.trajectory import Trajectory
 from toolroll.run.aggregates import SampleOutcome
-from toolroll.run.config import EngineConfig, FunctionConfig, RunConfig
+from toolroll.run.config import ENGINE_CLASSES, EngineConfig, FunctionConfig, RunConfig
 from toolroll.run.resume import SampleItem
 from toolroll.run.write_fence import WritePermission
 from toolroll.tools.registry import initialize_tools_from_config
@@ -30,11 +30,6 @@ from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
 
 logger = logging.getLogger(__name__)
 
-ENGINE_CLASSES = {
-    "sglang": "toolroll.rollout.engines.sglang.SGLangEngine",
-    "vllm": "toolroll.rollout.engines.vllm.VLLMEngine",
-    "openai": "toolroll.rollout.engines.openai.OpenAIEngine",
-}
 SAMPLE_RETRY_DELAYS_S = (5.0, 30.0)
 """Delays before the second and the third attempt of a sample that failed because of the infrastructure."""
 
@@ -62,7 +57,7 @@ class SampleWorker:
         """Produce the trajectory of a sample, retrying infra faults."""
         for delay in (*SAMPLE_RETRY_DELAYS_S, None):
             trajectory = await self.rollout.sample(payload.prompt, group=str(payload.row), sample=payload.sample)
-            if trajectory.outcome == "ok" or delay is None:
+            if trajectory.outcome == "ok" or delay is None or not trajectory.retryable:
                 break
             logger.info(
                 "Row %d, sample %d failed: %s. Retrying in %g s.", payload.row, payload.sample, trajectory.error, delay
@@ -117,11 +112,13 @@ def make_rollout(config: RunConfig) -> Rollout:
     rewards = config.rewards
     functions = {name: _load_reward_function(name, function) for name, function in rewards.functions.items()}
     return Rollout(
-        engine=_make_engine(config.engine),
+        engine=_make_engine(config.engine, config.model),
         tools=() if config.tools is None else Path(config.tools),
         tokenizer=config.model,
         model_format=config.model_format,
         chat_template_kwargs=config.chat_template_kwargs,
+        tool_prompt=config.tool_prompt,
+        thinking=config.thinking,
         limits=config.limits,
         sampling_params=config.sampling_params,
         rewards=RewardRule(steps=rewards.steps, tools=rewards.tools, functions=functions, weights=rewards.weights),
@@ -135,11 +132,13 @@ def sandbox_tools(config: RunConfig) -> list[SandboxFusionTool]:
     return [tool for tool in tools if isinstance(tool, SandboxFusionTool)]
 
 
-def _make_engine(config: EngineConfig) -> TokenEngine | ChatEngine:
+def _make_engine(config: EngineConfig, model: str | None) -> TokenEngine | ChatEngine:
     engine_class = import_dotted_path(ENGINE_CLASSES.get(config.kind, config.kind), setting="engine.kind")
-    options = {**config.options, **({} if config.model is None else {"model": config.model})}
+    options, first = {**config.options, **({} if config.model is None else {"model": config.model})}, config.urls
+    if config.kind == "transformers":
+        first = options.pop("model", model)
     try:
-        engine: TokenEngine | ChatEngine = engine_class(config.urls, **options)
+        engine: TokenEngine | ChatEngine = engine_class(first, **options)
     except TypeError as error:
         problem = f"engine: Cannot create {config.kind!r}: {error}. Check engine.model and engine.options."
         raise ConfigError(problem) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,11 @@ class RunSnapshot:
     total: int | None
     """Number of trajectories of the whole run, or None if it is unknown."""
     tokens: int
-    """Number of tokens sampled by this run."""
+    """Number of tokens sampled by this run, including those of running trajectories."""
     calls: int
-    """Number of tool calls of this run."""
+    """Number of tool calls of this run, including those of running trajectories."""
+    unreachable: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which a service has not answered, by its name: "engine" or the name of a tool."""
     in_flight: int | None = None
     """Number of slots in use, summed over all limited resources; None if there are none, or it is unknown."""
     limit: int | None = None
@@ -36,6 +39,8 @@ class RunSnapshot:
     """Number of trajectories that earlier runs had recorded."""
     bad_rows: int = 0
     """Number of rows that cannot be used."""
+    failure: str | None = None
+    """Why the run should stop: all trajectories so far have failed in the same way."""
     aggregates: dict[str, Any] = field(default_factory=dict)
     """Aggregated outcomes of all recorded trajectories, see `RunAggregates.summary()`."""
 
@@ -61,6 +66,6 @@ class RunRates:
 def seconds_left(snapshot: RunSnapshot) -> float | None:
     """Return the estimated remaining time at the average rate so far, or None if it cannot be estimated."""
     done = snapshot.done - snapshot.resumed
-    if snapshot.total is None or done <= 0 or snapshot.seconds <= 0:
+    if snapshot.total is None or done <= 0 or snapshot.seconds <= 0 or snapshot.unreachable:
         return None
     return max(0, snapshot.total - snapshot.done) * snapshot.seconds / done

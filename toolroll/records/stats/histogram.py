@@ -1,6 +1,6 @@
 """Histogram of any number of values in bounded memory.
 
-The bounds of a bucket differ by 4 %, so quantiles are accurate to 2 %. Count, mean and maximum are exact.
+The bounds of a bucket differ by 2 %, so quantiles are accurate to 2 %. Count, mean and maximum are exact.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-BUCKET_RATIO = 1.04
+BUCKET_RATIO = 1.02
 """Ratio between the bounds of a bucket."""
 ZERO_THRESHOLD = 1e-9
 """Smaller values count as 0."""
@@ -55,7 +55,10 @@ class Histogram:
         for bucket in sorted(bucket for bucket in self._buckets if bucket is not None):
             remaining -= self._buckets[bucket]
             if remaining <= 0:
-                return min(math.pow(BUCKET_RATIO, bucket - 0.5), self.max)
+                middle, upper = math.pow(BUCKET_RATIO, bucket - 0.5), math.pow(BUCKET_RATIO, bucket)
+                mean = self.total / self.count
+                # Values that hardly differ share a bucket. Its middle may be below their mean, which would look wrong.
+                return min(mean if fraction > 0.5 and middle < mean <= upper * (1 + 1e-9) else middle, self.max)
         return self.max
 
     def as_dict(self) -> dict[str, float | None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from toolroll.errors import Fault
-from toolroll.records.record import Record, number
+from toolroll.records.record import Record, number, program_outcome
 from toolroll.records.stats.histogram import Histogram
 
 MAX_ERROR_KINDS = 1000
@@ -86,6 +86,8 @@ class ToolCallStats(_MergeableStats):
     count: int = 0
     policy_faults: int = 0
     infra_faults: int = 0
+    programs: Counter[str] = field(default_factory=Counter)
+    """Number of programs by outcome: ok, failed, timeout, out_of_memory, …"""
     queue_wait: Histogram = field(default_factory=Histogram)
     """Time until a slot was acquired, in seconds."""
     execution_time: Histogram = field(default_factory=Histogram)
@@ -99,6 +101,8 @@ class ToolCallStats(_MergeableStats):
         self.count += 1
         self.policy_faults += call.get("fault") == Fault.POLICY.value
         self.infra_faults += call.get("fault") == Fault.INFRA.value
+        if outcome := program_outcome(call):
+            self.programs[outcome] += 1
         metrics = metrics if isinstance(metrics := call.get("metrics"), dict) else {}
         times = {**metrics, "seconds": call.get("seconds")}
         for name in CALL_TIMES:
@@ -108,8 +112,13 @@ class ToolCallStats(_MergeableStats):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statistics as JSON."""
-        counts = {"calls": self.count, "policy_faults": self.policy_faults, "infra_faults": self.infra_faults}
+        counts: dict[str, Any] = {
+            "calls": self.count,
+            "policy_faults": self.policy_faults,
+            "infra_faults": self.infra_faults,
+        }
         times = {name: getattr(self, name).as_dict() for name in CALL_TIMES}
+        counts["programs"] = dict(self.programs.most_common())
         return {**counts, **times, "reward": self.rewards.as_dict()}
 
 

@@ -7,8 +7,10 @@ dies, on another node if necessary; the coordinator assigns its work items to ot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import reduce
 from typing import Any, Protocol, cast
 
 import ray
@@ -21,6 +23,7 @@ from toolroll.errors import ToolrollError
 from toolroll.rollout.distributed.dispatch import Results
 from toolroll.rollout.distributed.worker import Assignment, CoordinatorUnreachable, Worker
 from toolroll.rollout.gc_tuning import infrequent_full_gc
+from toolroll.rollout.progress import RolloutProgress
 from toolroll.rollout.rollout import Rollout, cancel_all
 from toolroll.rollout.trajectory import Trajectory
 
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 ACTOR_MAX_CONCURRENCY = 1_000_000
 """Maximum number of concurrent calls of an actor: a coordinator has one per worker. Ray's default is 1,000."""
+PROGRESS_TIMEOUT_S = 1.0
+"""Timeout for a worker to state its progress."""
 RESTART_BACKOFF_S = 1.0
 """Delay before work is sent to a restarted worker."""
 
@@ -129,6 +134,10 @@ class WorkerProcess:
             await worker.run()
         await self._runner.close()
 
+    async def progress(self) -> RolloutProgress:
+        """Return what the trajectories of this process have done so far."""
+        return self._runner.rollout.progress()
+
     async def abort(self) -> None:
         """Stop all generations, and wait until they have stopped."""
         await self._runner.rollout.abort()
@@ -167,6 +176,19 @@ class WorkerPool:
         )
         self._actors: list[Any] = [remote.remote(make_runner, capacity, f"{name}-{index}") for index in range(workers)]
         self._aborted = False
+        self._progress: dict[Any, RolloutProgress] = {}
+        """Last known progress, by actor."""
+
+    async def progress(self) -> RolloutProgress:
+        """Return the sum of the workers' progress. Of a worker that does not answer in time, the last known counts."""
+
+        async def ask(actor: Any) -> None:
+            with contextlib.suppress(RayError, TimeoutError):
+                async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+                    self._progress[actor] = await actor.progress.remote()
+
+        await asyncio.gather(*map(ask, self._actors))
+        return reduce(RolloutProgress.merged, self._progress.values(), RolloutProgress())
 
     async def run(self) -> None:
         """Keep the workers running until all work is finished.

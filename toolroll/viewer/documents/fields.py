@@ -82,7 +82,10 @@ def _text_block(name: str, text: str, clean: Clean, *, is_text: bool) -> Block:
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    text = part.get("text")
+    text, image = part.get("text"), as_mapping(part.get("image"))
+    if image.keys() >= {"hash", "width", "height", "media_type"}:
+        suffix = str(image["media_type"]).removeprefix("image/")
+        return f"[image, {image['width']} × {image['height']} pixels: images/{image['hash']}.{suffix}]"
     return text if isinstance(text, str) else f"[{part.get('type')}]"
 
 

@@ -28,8 +28,9 @@ FILTER_EXAMPLES = (
     ("'sqrt' in text(line.calls)", "text(x) converts x to text; line is the whole record"),
 )
 FILTER_FIELDS = (
-    "Indexed fields (fast): score, turns, calls, faults, policy_faults, infra_faults, tokens, seconds, finish_reason, "
-    "outcome, fidelity, group, sample, request_id, step, row, file. Any other name is a field of the record."
+    "Indexed fields (fast): score, turns, calls, faults, policy_faults, infra_faults, failed_programs, tokens, "
+    "seconds, finish_reason, outcome, fidelity, group, sample, request_id, step, row, file. Any other name is a field "
+    "of the record."
 )
 FAULTS_COLUMN = "The faults column shows policy faults; 2+1i means 2 policy faults and 1 infra fault."
 

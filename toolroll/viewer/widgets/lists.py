@@ -236,6 +236,7 @@ LIST_COLUMNS = (
     ListColumn("turns", "turns", 5, 6, _count("turns")),
     ListColumn("calls", "calls", 5, 3, _count("calls")),
     ListColumn("faults", "faults", 6, 4, _faults),
+    ListColumn("failed_programs", "failed", 6, 11, _count("failed_programs")),
     ListColumn("tokens", "tokens", 7, 7, _count("tokens")),
     ListColumn("seconds", "time", 6, 8, lambda sample, _: (formatting.seconds(sample.seconds), "dim")),
     ListColumn("finish_reason", "finish", 9, 5, _finish, align_right=False),
