@@ -24,11 +24,12 @@ test-all:
 	$(BIN)python scripts/run_lanes.py $(LANES)
 
 # Property tests with 30 times as many examples, simulations with 100 times as many seeds, ten minutes of load and
-# attacks, a storm of stopped workers, and the tests of each defence.
+# attacks, a storm of stopped workers, the tests of each defence, and 24,000 random trajectories of all model families.
 nightly:
 	$(BIN)python scripts/run_lanes.py unit -- --hypothesis-profile=nightly --simulation-seeds=200000
 	$(BIN)pytest tests/sandbox/test_soak.py tests/run/test_run.py -k "soak or suspended_ray_workers" --soak-seconds=600
 	$(BIN)python scripts/check_defences.py
+	$(BIN)python benchmarks/formats.py
 
 bench:
 	$(BIN)python scripts/run_lanes.py bench

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("tools", "limiter", "sandbox", "rewards", "rollout", "records", "cluster", "trl")
+BENCHMARKS = ("tools", "limiter", "sandbox", "rewards", "rollout", "records", "cluster", "trl", "formats", "images")
 CORES = os.cpu_count() or 1
 # Lanes that share a server of SGLang, which takes a minute to start.
 ENGINES = ("sglang", "trl", "verl")

@@ -26,7 +26,7 @@ def sandbox_variable(sandbox_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.usefixtures("sandbox_variable")
-@pytest.mark.parametrize("name", ["docs/rollout.md", "docs/run.md"])
+@pytest.mark.parametrize("name", ["docs/rollout.md", "docs/run.md", "docs/models.md"])
 def test_page_with_engine_works_as_printed(
     name: str, root: Path, tmp_path: Path, sglang: RealEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         LimiterUnavailable,
         MissingExtra,
         PolicyFault,
+        RunFailed,
         SandboxRefused,
         SandboxUnavailable,
         SlotTimeout,
         ToolContractError,
         ToolrollError,
+        UserCodeError,
         fault_of,
     )
     from toolroll.limiter.execution import ExecutionWorker, PoolMode, init_execution_pool
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from toolroll.rollout.engines.openai import OpenAIEngine
     from toolroll.rollout.engines.scripted import ScriptedEngine
     from toolroll.rollout.engines.sglang import SGLangEngine
+    from toolroll.rollout.engines.transformers_engine import TransformersEngine
     from toolroll.rollout.engines.vllm import VLLMEngine
     from toolroll.rollout.gc_tuning import infrequent_full_gc
     from toolroll.rollout.limits import Limits
@@ -69,8 +72,8 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "errors": (
         "ConfigError DuplicateInstance EngineRefused EngineUnavailable Fault InfraFault InvalidArguments "
-        "LimiterUnavailable MissingExtra PolicyFault SandboxRefused SandboxUnavailable SlotTimeout "
-        "ToolContractError ToolrollError fault_of"
+        "LimiterUnavailable MissingExtra PolicyFault RunFailed SandboxRefused SandboxUnavailable SlotTimeout "
+        "ToolContractError ToolrollError UserCodeError fault_of"
     ),
     "limiter.execution": "ExecutionWorker PoolMode init_execution_pool",
     "limiter.limiter": "Limiter LocalLimiter",
@@ -85,6 +88,7 @@ _NAMES_BY_MODULE = {
     "rollout.engines.openai": "OpenAIEngine",
     "rollout.engines.scripted": "ScriptedEngine",
     "rollout.engines.sglang": "SGLangEngine",
+    "rollout.engines.transformers_engine": "TransformersEngine",
     "rollout.engines.vllm": "VLLMEngine",
     "rollout.gc_tuning": "infrequent_full_gc",
     "rollout.limits": "Limits",
@@ -113,10 +117,11 @@ __all__ = [
     "Generation", "GenerationTimings", "GraderSettings", "Gsm8kTool", "Hidden", "InfraFault", "InvalidArguments",
     "Limiter", "LimiterUnavailable", "Limits", "LocalLimiter", "Message", "MissingExtra", "OpenAIEngine",
     "OpenAIFunctionToolSchema", "PolicyFault", "PoolMode", "Prompt", "RecordWriter", "RewardRule", "Rewards",
-    "Rollout", "RolloutWorkers", "Run", "RunConfig", "SGLangEngine", "SandboxClient", "SandboxFusionTool",
+    "Rollout", "RolloutWorkers", "Run", "RunConfig", "RunFailed", "SGLangEngine", "SandboxClient", "SandboxFusionTool",
     "SandboxRefused", "SandboxServer", "SandboxUnavailable", "ScriptedEngine", "ServerSettings", "Slot",
     "SlotTimeout", "TokenEngine", "ToolCall", "ToolContractError", "ToolInstance", "ToolResponse", "ToolResult",
-    "ToolSettings", "ToolrollError", "Trajectory", "VLLMEngine", "fault_of", "get_limiter", "infrequent_full_gc",
+    "ToolSettings", "ToolrollError", "Trajectory", "TransformersEngine",
+    "UserCodeError", "VLLMEngine", "fault_of", "get_limiter", "infrequent_full_gc",
     "init_execution_pool", "initialize_tools_from_config", "read_cases", "read_records", "tool",
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -93,11 +94,31 @@ class RecordsNotWritten(ToolrollError):
         )
 
 
+class RunFailed(ToolrollError):
+    """Raised when a run stops because all of its trajectories fail in the same way."""
+
+
 class InfraFault(ToolrollError):
     """Raised when something other than the model caused a failure.
 
     Tools raise it when a service that they depend on is unavailable.
     """
+
+
+class UserCodeError(InfraFault):
+    """Raised when a reward function or the `calc_reward` of a tool raised an exception. Another attempt would, too."""
+
+    @classmethod
+    def because(cls, what: str, error: BaseException) -> UserCodeError:
+        """Return the exception for an exception of the user's code, with the place where it was raised.
+
+        Args:
+            what: What raised it, for example "Reward function 'correct'".
+            error: The exception.
+        """
+        frames = extract_tb(error.__traceback__)
+        place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+        return cls(f"{what} failed: {type(error).__name__}: {error}{place}.")
 
 
 class SlotTimeout(InfraFault):
@@ -215,7 +236,8 @@ def explain(error: ValidationError, known: Iterable[str] = ()) -> str:
             case "missing":
                 parts.append(f"missing key {where!r}")
             case _:
-                parts.append(f"{where}: {item['msg']}" if where else item["msg"])
+                message = item["msg"].removeprefix("Value error, ")
+                parts.append(f"{where}: {message}" if where else message)
     return "; ".join(parts)
 
 

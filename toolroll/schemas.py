@@ -151,7 +151,7 @@ class ToolResponse(BaseModel):
     text: str | None = None
     """Text that the model reads."""
     image: list[Any] | None = None
-    """Images, in the form that the model's processor accepts."""
+    """Images: PIL images, arrays, bytes or paths. The model sees them before the text."""
     video: list[Any] | None = None
     """Videos, in the form that the model's processor accepts."""
 

@@ -29,7 +29,7 @@ async def evaluate(options: argparse.Namespace) -> dict[str, float]:
     async with Rollout(
         engine=engine,
         tokenizer=options.model,
-        model_format="chatml",
+        tool_prompt="hermes",
         tools=[SandboxFusionTool({"sandbox_fusion_url": options.sandbox, "default_timeout": 10})],
         limits=Limits(max_response_len=112, max_assistant_turns=3),
         sampling_params={"temperature": 1.0},

@@ -71,7 +71,7 @@ def main() -> None:
         rewards=answer_reward,
         weights_dir=options.out / "served",
         rollout_data_dir=options.out / "dumps",
-        model_format="chatml",
+        tool_prompt="hermes",
     )
     args = GRPOConfig(
         output_dir=str(options.out),

@@ -124,6 +124,9 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 COMMANDS: dict[str, list[list[str]]] = {
+    "demo": [["--no-view", "--directory", f"rows.jsonl/{EVIL.replace('/', '')}"]],
+    "examples list": [[]],
+    "examples copy": [[EVIL]],
     "tools list": [["tools.yaml"], ["tools.yaml", "--json"]],
     "tools schema": [["tools.yaml"], ["tools.yaml", EVIL]],
     "tools call": [["tools.yaml", "good"], ["tools.yaml", "bad"], ["tools.yaml", "good", "--json"]],
@@ -136,11 +139,11 @@ COMMANDS: dict[str, list[list[str]]] = {
     "records stats": [["records"], ["records", "--json"]],
     "records convert": [["records", f"{EVIL.replace('/', '')}.parquet"]],
     "records schema": [[]],
-    "doctor": [[]],
+    "doctor": [[], [f"model{EVIL}"]],
     "view": [[f"records{EVIL}"]],
 }
 """Arguments of every command, relative to the directory with the hostile files."""
-SILENT = {"records schema", "doctor"}
+SILENT = {"examples list", "records schema", "doctor"}
 """Commands that print no foreign text."""
 
 

@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +212,99 @@ def test_exit_status_is_1_if_all_trajectories_failed(config: Path) -> None:
 
 
 @pytest.mark.process
+def test_run_stops_if_everything_fails_in_the_same_way(config: Path) -> None:
+    script = (
+        "import sys; from toolroll.run import sample_worker; sample_worker.SAMPLE_RETRY_DELAYS_S = ()\n"
+        "from toolroll.cli.app import main\n"
+        f"sys.argv = ['toolroll', 'run', {str(config)!r}, 'engine.options.down=true', 'n=100', 'max_in_flight=8',"
+        " 'engine.options.delay=0.05']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.returncode == 1, done.stderr
+    assert "The first 32 trajectories failed with the same error: The engine at [bold]http://nowhere" in done.stderr
+    assert "run the same command again" in done.stderr
+    recorded = sum(file.read_bytes().count(b"\n") for file in config.parent.glob("records/*.jsonl"))
+    assert 32 <= recorded < 1000, "it stopped early"
+    again = toolroll(config, "n=100", "--json")
+    assert again.returncode == 0
+    assert json.loads(again.stdout)["tally"]["outcomes"] == {"ok": 1000}
+    assert f"{recorded} samples failed before and are attempted again." in again.stderr
+
+
+@pytest.mark.process
+def test_exception_in_a_reward_function_is_shown_and_stops_the_run(config: Path) -> None:
+    (config.parent / "my_rewards.py").write_text("def score(trajectory):\n    return trajectory.extra['anwser']\n")
+    done = toolroll(config, "rewards.functions.mine=my_rewards.score", "n=50")
+    assert done.returncode == 1
+    place = f"{config.parent / 'my_rewards.py'}:2, in score"
+    assert f"Reward function 'mine' failed: KeyError: 'anwser' ({place})" in done.stderr
+    assert "The first 4 trajectories failed with the same error" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1, "with the traceback, once"
+    assert "return trajectory.extra['anwser']" in done.stderr
+
+
+def serve_json(answers: dict[str, Any]) -> tuple[ThreadingHTTPServer, str]:
+    """Serve JSON documents by path until `shutdown`. Return the server and its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.path in answers
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(self.path)).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.server_address[1]}"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kind", "answers", "message"),
+    [
+        (
+            "sglang",
+            {"/v1/ping": {"ping": "pong"}},
+            "is a sandbox, not SGLang. Set engine.urls to the address of SGLang.",
+        ),
+        (
+            "sglang",
+            {"/version": {"version": "0.32"}},
+            "is vLLM, not SGLang. Set engine.urls to the address of SGLang, or",
+        ),
+        ("vllm", {"/model_info": {"model_path": "m"}}, "is SGLang, not vLLM."),
+        ("vllm", {"/": "a web page"}, "answers, but it is not vLLM."),
+        ("openai", {"/v1/ping": "pong"}, "is a sandbox, not a chat server."),
+    ],
+)
+def test_another_server_at_the_address_is_recognised(config: Path, kind: str, answers: Any, message: str) -> None:
+    server, url = serve_json(answers)
+    try:
+        done = toolroll(config, f"engine.kind={kind}", f"engine.urls={url}", "engine.model=m")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 2
+    assert f"{url} (engine) {message}" in done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["n"], "Invalid setting 'n'. Expected key=value"),
         (["n=none"], "n: Input should be a valid integer"),
+        (["modle=x"], "unknown key 'modle' (did you mean 'model'?)"),
+        (
+            ["limits.max_respons_len=9"],
+            "unknown key 'limits.max_respons_len' (did you mean 'limits.max_response_len'?)",
+        ),
+        (["engine.kind=sglnag"], "engine.kind: Unknown engine 'sglnag'. Did you mean 'sglang'?"),
+        (["engine.kind=vllm", "engine.urls=[]"], "engine: urls is missing: set the address of the vllm server"),
+        (["engine.kind=transformers", "model=/no/such"], "The model's directory does not exist: /no/such."),
         (["data.prompt=questoin"], "Unknown column 'questoin' (did you mean 'question'?)"),
         (["engine.kind=sglang", "engine.urls=http://127.0.0.1:9"], "Cannot connect to http://127.0.0.1:9 (engine)."),
         (["engine.kind=sglang", "engine.urls=http://u:pw@127.0.0.1:9"], "Cannot connect to http://***@127.0.0.1:9 ("),
@@ -241,6 +331,22 @@ def render(renderable: Any, width: int = 80) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text()
+
+
+def test_unreachable_services_are_shown_and_the_estimate_pauses() -> None:
+    dead = status(unreachable={"engine": 130.4, "code_interpreter": 0.5})
+    panel = render(status_panel("run.yaml", dead, RunRates()))
+    assert "engine unreachable for 2:10" in panel
+    assert "code_interpreter" not in panel, "short outages are not shown"
+    assert "left" not in panel
+    assert "left" in render(status_panel("run.yaml", status(), RunRates()))
+    assert "engine unreachable for 2:10" in status_line(dead, RunRates())
+
+
+def test_rates_are_shown_before_the_first_trajectory_has_ended() -> None:
+    running = status(done=0, tokens=300)
+    assert "10.0 tokens/s" in status_line(running, RunRates(tokens=10.0))
+    assert "– tokens/s" in status_line(status(done=0), RunRates())
 
 
 def test_full_status_fits_80_columns() -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
+from rollout import small_tokenizer
+from rollout.test_hermes import TEMPLATE
 
 pytestmark = pytest.mark.process
 
@@ -155,3 +158,30 @@ def test_doctor(toolroll: Any) -> None:
     shown = toolroll("doctor")
     assert shown.returncode == 0
     assert "python" in shown.stdout
+
+
+def test_doctor_checks_servers(toolroll: Any) -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    found = json.loads(toolroll("doctor", "--engine", dead, "--sandbox", dead, "--json").stdout)
+    checks = {check["name"]: check for check in found}
+    for name in ("engine", "sandbox server"):
+        assert checks[name]["finding"] == "missing"
+        assert checks[name]["detail"] == f"{dead} is unreachable"
+
+
+def test_doctor_checks_a_model(toolroll: Any, tmp_path: Path) -> None:
+    small_tokenizer.make(chat_template=TEMPLATE).save_pretrained(tmp_path / "with tools")
+    small_tokenizer.make(chat_template=small_tokenizer.CHATML_TEMPLATE).save_pretrained(tmp_path / "without tools")
+    good = toolroll("doctor", str(tmp_path / "with tools"))
+    assert good.returncode == 0
+    assert "5 of 5 kinds read back as rendered" in good.stdout
+    assert "hermes" in good.stdout
+    bad = toolroll("doctor", str(tmp_path / "without tools"), "--json")
+    assert bad.returncode == 1
+    assert "it does not show the tools. Set tool_prompt: hermes" in json.loads(bad.stdout)["problem"]
+    remedied = toolroll("doctor", str(tmp_path / "without tools"), "--tool-prompt", "hermes", "--json")
+    found = json.loads(remedied.stdout)
+    assert (found["format"], found["call_form"], found["problem"]) == ("template", "hermes", None)
+    assert all(check["passed"] for check in found["checks"])
+    typo = toolroll("doctor", str(tmp_path / "with tools"), "--tool-prompt", "hermés")
+    assert "Unknown tool prompt 'hermés'. The only one is 'hermes'." in typo.stderr

@@ -16,6 +16,7 @@ from typing import Any
 
 import doc_page
 import pytest
+import record_samples
 from free_port import free_port
 from rollout import small_tokenizer
 from rollout.fake_servers import serving
@@ -24,6 +25,7 @@ from rollout.scripted_model import Counting, call
 from toolroll import Limits, Trajectory
 from toolroll.errors import ConfigError, EngineUnavailable
 from toolroll.integrations.trl import TrainerRollout, rollout_func, scored, trajectory_reward
+from toolroll.integrations.trl.batch import make_batch, sample_fields
 from toolroll.integrations.trl.reward import batch_metrics
 from toolroll.integrations.trl.rows import DatasetRows
 from toolroll.integrations.trl.settings import resolve_limits, resolve_sampling_params
@@ -31,6 +33,7 @@ from toolroll.records.reader import read_records
 from toolroll.rollout.engines.scripted import ScriptedEngine
 from toolroll.rollout.engines.sglang import SGLangEngine
 from toolroll.rollout.engines.vllm import VLLMEngine
+from toolroll.rollout.tokens import TokenStream
 
 pytestmark = pytest.mark.virtual_time
 
@@ -187,6 +190,19 @@ def test_sample_without_reward_is_excluded(make: Any, tokenizer: Any) -> None:
     batch = make(rewards=lambda trajectory: None)([question(3)] * 2, trainer_of(tokenizer))
     assert sum(map(sum, batch["env_mask"])) == 0
     assert trajectory_reward(toolroll=batch["toolroll"]) == [None, None]
+
+
+def test_row_is_the_last_part_with_sampled_tokens() -> None:
+    first, second, ended = TokenStream([1, 2]), TokenStream([1, 2, 30]), TokenStream([1, 2, 30, 60])
+    first.append_sampled([3, 4], [-0.5, -0.5], turn=0)
+    second.append_sampled([5], [-0.25], turn=1)
+    one = record_samples.trajectory()
+    one.tokens, one.earlier = ended, [first, second]
+    fields = sample_fields(one)
+    assert (fields["left_out"], fields["lost_tokens"]) == (None, pytest.approx(2 / 3))
+    batch = make_batch([one], [fields], filler=0)
+    assert (batch["prompt_ids"], batch["completion_ids"]) == ([[1, 2, 30]], [[5]])
+    assert (batch["env_mask"], batch["logprobs"]) == ([[1]], [[-0.25]])
 
 
 def test_batch_metrics_are_logged(make: Any, tokenizer: Any) -> None:

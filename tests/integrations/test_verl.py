@@ -237,6 +237,19 @@ def test_rerendered_turns_are_separate_rows(seen: dict[str, Any]) -> None:
         assert abs(scene["advantages"][sample["key"]]) == pytest.approx(abs(whole[sample["key"].rpartition("_")[0]]))
 
 
+def test_part_without_sampled_tokens_costs_no_advantage(seen: dict[str, Any]) -> None:
+    scene = seen["newer"]["ended"]
+    sessions = defaultdict(list)
+    for sample in scene["samples"]:
+        sessions[sample["key"].rpartition("_")[0]].append(sample)
+    assert {len(rows) for rows in sessions.values()} == {2}, "the re-rendered prompt after the second turn is no row"
+    for name, rows in sessions.items():
+        advantages = [scene["advantages"][row["key"]] for row in rows]
+        assert all(sum(row["mask"]) > 0 for row in rows)
+        assert advantages[0] == pytest.approx(advantages[1]), f"{name}: all sampled tokens have the same advantage"
+        assert advantages[0] != 0.0
+
+
 def whole_advantages(seen: dict[str, Any]) -> dict[str, float]:
     """Return the advantages of the same prompts with one row per sample."""
     scene = seen["newer"]["whole"]
@@ -251,7 +264,7 @@ def test_newer_trainers_do_not_get_excluded_samples(seen: dict[str, Any]) -> Non
     assert scene["padded"] == 32, "verl pads its batch"
     check_exact(scene["samples"], scene["server"])
     check_advantages(scene, groups)
-    assert instance_counts(scene)["created"] == instance_counts(scene)["released"] == 3 * 64
+    assert instance_counts(scene)["created"] == instance_counts(scene)["released"] == 4 * 64
 
 
 # Records
@@ -261,7 +274,7 @@ def test_records_contain_every_sample(seen: dict[str, Any]) -> None:
     records = list(reader.read_records(Path(seen["spec"]["directory"]) / "dumps" / "toolroll"))
     rows = [row for name, scene in seen["older"].items() if name != "verl_loop" for row in scene["rows"]]
     assert {row["toolroll"]["request_id"] for row in rows} <= {record.request_id for record in records}
-    assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32, 3: 32}
+    assert Counter(record.step for record in records) == {5: len(rows), 1: 32, 2: 32, 3: 32, 4: 32}
     assert sum(record.outcome == "infra" for record in records) == 32 + 16
     assert all(record.gts is not None for record in records)
     by_id = {record.request_id: record for record in records}

@@ -9,12 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolroll import ConfigError, Limits, Trajectory
 from toolroll.errors import EngineRefused, EngineUnavailable, validate
+from toolroll.images import ImageSpan, read_image
+from toolroll.integrations.summary import lost_fraction
 from toolroll.integrations.verl import reward
 from toolroll.integrations.verl.recording import RecordSink
 from toolroll.integrations.verl.sample import (
@@ -174,6 +177,44 @@ def test_rows_have_equal_lengths_and_masked_rows_no_mask(
     assert masked.response_ids
 
 
+IMAGES = [read_image(PIL.Image.new("RGB", (size, size))) for size in (10, 20)]
+
+
+def stream_with_images() -> TokenStream:
+    """Return a prompt and a tool response with an image each. 9 is its placeholder, 8 the token before it."""
+    tokens = TokenStream([1, 8, 9, 9, 7], [ImageSpan(IMAGES[0], 2, 4)])
+    tokens.append_sampled([2], [-0.5], turn=0)
+    tokens.append_unsampled([8, 9, 9, 9, 7], turn=0, images=[ImageSpan(IMAGES[1], 1, 4)])
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("response_length", "ids", "images"),
+    [(20, [2, 8, 9, 9, 9, 7], 2), (5, [2, 8, 9, 9, 9], 2), (4, [2], 1), (2, [2], 1), (1, [2], 1)],
+)
+def test_truncated_row_has_only_whole_images(response_length: int, ids: list[int], images: int) -> None:
+    (row,) = token_rows(trajectory(stream_with_images()), response_length=response_length, logprobs=True)
+    assert row.response_ids == ids
+    assert row.images == tuple(IMAGES[:images])
+
+
+def test_masked_row_has_no_images() -> None:
+    (row,) = token_rows(trajectory(stream_with_images()), response_length=9, logprobs=True)
+    masked = masked_row(row, prompt_length=4, filler=7)
+    assert (masked.prompt_ids, masked.response_ids, masked.images) == ([7], [7], ())
+
+
+async def test_engine_passes_images_as_verl_does() -> None:
+    servers = Servers()
+    tokens = stream_with_images()
+    params = {**PARAMS, "logit_bias": {"9": -100.0}}
+    await VerlServerEngine(servers, "session-1").generate("r-0", tokens.ids, params, images=tokens.images)
+    [request] = servers.requests
+    assert request["sampling_params"]["logit_bias"] == {9: -100.0}, "verl passes it to vLLM's class"
+    assert request["prompt_ids"] == tokens.ids.tolist(), "verl reduces the placeholders itself"
+    assert [image.size for image in request["image_data"]] == [(10, 10), (20, 20)]
+
+
 def test_empty_trajectory_has_masked_row() -> None:
     (empty,) = token_rows(trajectory(TokenStream([])), response_length=8, logprobs=True)
     row = masked_row(empty, prompt_length=4, filler=7)
@@ -198,6 +239,17 @@ def test_exclusion_reasons() -> None:
 
 def test_rerendered_trajectory_with_earlier_tokens_is_kept() -> None:
     assert left_out_reason(trajectory(stream([1, 2, 3]), [stream([1], [2])])) is None
+
+
+def test_part_without_sampled_tokens_is_no_row() -> None:
+    earlier = [stream([1, 2], [3, 4], [5]), stream([1, 2, 30, 40, 5], [6])]
+    ended = trajectory(stream([1, 2, 30, 40, 5, 60, 7]), earlier)
+    rows = token_rows(ended, response_length=10, logprobs=True)
+    assert [(row.part, sum(row.response_mask)) for row in rows] == [(0, 2), (1, 1)]
+    truncated = token_rows(trajectory(earlier[1], earlier[:1]), response_length=3, logprobs=True)
+    assert [row.part for row in truncated] == [0], "the sampled tokens of the second part are beyond the limit"
+    assert lost_fraction(ended, trained_tokens=1) == pytest.approx(2 / 3)
+    assert sample_fields(ended, None, 0.25)["toolroll"]["lost_tokens"] == 0.25
 
 
 def test_fields_and_durations() -> None:
@@ -241,6 +293,7 @@ class Servers:
     reason: str | None = "stop"
     logprobs: list[float] | None = field(default_factory=lambda: [-0.1, -0.2, -0.3])
     extra_fields: dict[str, Any] = field(default_factory=lambda: {"global_steps": 3})
+    routed_experts: Any = None
     delay: float = 0.0
     error: Exception | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -260,7 +313,7 @@ class Servers:
             log_probs=self.logprobs,
             stop_reason=self.reason,
             num_preempted=1,
-            routed_experts=None,
+            routed_experts=self.routed_experts,
             extra_fields=self.extra_fields,
         )
 
@@ -282,6 +335,15 @@ async def test_requests_and_statistics_of_engine() -> None:
     await engine.generate("r-2", [1, 2, 5, 6, 2], PARAMS)
     assert engine.steps == (3, 5), "first and last weight version"
     assert (engine.preempted, engine.counters) == (3, {"spec_num_draft_tokens": 14})
+
+
+async def test_routed_experts_belong_to_a_part() -> None:
+    servers = Servers()
+    engine = VerlServerEngine(servers, "s")
+    for number, prompt in enumerate(([1, 2], [1, 2, 5, 6, 2, 7], [1, 2, 50, 7], [1, 2, 50, 7, 5, 6, 2, 8])):
+        servers.routed_experts = f"experts {number}"
+        await engine.generate(f"r-{number}", prompt, PARAMS)
+    assert engine.routed_experts == ["experts 1", "experts 3"], "those of the last call of each part"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def kernel_times(timeline: list[tuple[str, float]], at_s: float) -> ThreadTimes:
     for state, duration_s in timeline:
         runs += state == "run"
         run_s += min(duration_s, at_s) * (state == "run")
-        if (at_s := at_s - duration_s) <= 0:
+        if (at_s := at_s - duration_s) <= 1e-9:  # rounded: at its end, a state has not ended
             break
         waits_s += duration_s * (state == "wait")
     return ThreadTimes(run_s, waits_s, runs, is_ready=state != "sleep")

@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from toolroll import __version__
 from toolroll.cli import output
+from toolroll.cli.demo import demo
 from toolroll.cli.doctor import doctor
+from toolroll.cli.examples import app as examples_app
 from toolroll.cli.limiter import app as limiter_app
 from toolroll.cli.records import app as records_app
 from toolroll.cli.run import run
@@ -31,6 +32,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(demo)
+app.add_typer(examples_app, name="examples")
 app.add_typer(tools_app, name="tools")
 app.add_typer(limiter_app, name="limiter")
 app.add_typer(sandbox_app, name="sandbox")
@@ -43,6 +46,8 @@ app.command()(view)
 
 def _print_version(requested: bool) -> None:
     if requested:
+        from toolroll import __version__
+
         output.echo(f"toolroll {__version__}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""`toolroll doctor`: check which features work on this machine and in this environment.
+"""`toolroll doctor`: check which features work on this machine and in this environment, or whether a model works.
 
 Each check reports its result and, if an optional feature is missing, the remedy.
 """
@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -39,16 +39,29 @@ class DoctorCheck:
 EXTRA_BY_PACKAGE = {
     "ray": "ray",
     "transformers": "rollout",
+    "pillow": "images",
     "prometheus-client": "sandbox",
     "ipython": "sandbox",
+    "matplotlib": "records",
+    "pyarrow": "records",
     "textual": "viewer",
 }
 """Optional packages, and the extra that installs each."""
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Check which features work on this machine and in this environment."""
-    checks = list(run_checks())
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="Directory of a model: check whether tools work with it.")] = None,
+    model_format: Annotated[str | None, typer.Option(help="Chat format to check, in place of the model's.")] = None,
+    tool_prompt: Annotated[str | None, typer.Option(help="`hermes`: check the model with this tool prompt.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="URL of an inference server to check.")] = None,
+    sandbox: Annotated[list[str] | None, typer.Option(help="URL of a sandbox server to check.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check which features work on this machine and in this environment, or whether tools work with a model."""
+    if model is not None:
+        _check_model(model, model_format, tool_prompt, as_json=as_json)
+        return
+    checks = [*run_checks(), *_check_servers(engine or (), sandbox or ())]
     if as_json:
         output.print_json([asdict(check) for check in checks], indent=2)
     else:
@@ -57,6 +70,40 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
             colour = "green" if check.finding == "ok" else "yellow"
             table.add_row(check.name, f"[{colour}]{check.finding}[/]", escape(check.detail), escape(check.remedy))
         output.SafeConsole().print(table)
+
+
+def _check_model(model: str, model_format: str | None, tool_prompt: str | None, *, as_json: bool) -> None:
+    """Print the checks of a model's chat format. Exit with status 1 if a rollout would refuse the model."""
+    from toolroll.rollout.chat.formats import inspect_format
+
+    if tool_prompt not in (None, "hermes"):
+        raise ConfigError(f"Unknown tool prompt {tool_prompt!r}. The only one is 'hermes'.")
+    report = inspect_format(model, model_format, tool_prompt="hermes" if tool_prompt else None)
+    if as_json:
+        summary = {
+            "format": report.format,
+            "call_form": report.call_form,
+            "problem": report.problem,
+            "image_problems": report.image_problems,
+        }
+        output.print_json({**summary, "checks": [asdict(check) for check in report.checks]}, indent=2)
+    else:
+        table = Table("check", "", "found")
+        if report.format:
+            table.add_row("chat format", "[green]ok[/]", escape(report.format))
+            table.add_row("form of calls", "[green]ok[/]", escape(report.call_form or "as the format defines it"))
+        for check in report.checks:
+            table.add_row(check.name, "[green]ok[/]" if check.passed else "[red]failed[/]", escape(check.detail))
+        for role, problem in report.image_problems.items():
+            shown = "the prompt shows them" if problem is None else problem
+            colour = "[green]ok[/]" if problem is None else "[yellow]refused[/]"
+            table.add_row(f"images in {role} messages", colour, escape(shown))
+        console = output.SafeConsole()
+        console.print(table)
+        if report.problem:
+            console.print(report.problem, markup=False)
+    if report.problem:
+        raise typer.Exit(1)
 
 
 def run_checks() -> Iterator[DoctorCheck]:
@@ -82,6 +129,22 @@ def run_checks() -> Iterator[DoctorCheck]:
     remedy = "delegate a cgroup to this user, to limit the memory of all processes of a program together"
     yield _check("cgroup", found, "not writable", remedy)
     yield _check_sandbox()
+
+
+def _check_servers(engines: Sequence[str], sandboxes: Sequence[str]) -> Iterator[DoctorCheck]:
+    from toolroll.run.preflight import CHAT_SERVERS, identify, is_reachable
+
+    for name, urls in (("engine", engines), ("sandbox server", sandboxes)):
+        for url in urls:
+            if not asyncio.run(is_reachable(url)):
+                yield DoctorCheck(name, "missing", f"{url} is unreachable", "start it, or correct the URL")
+                continue
+            found = asyncio.run(identify(url))
+            is_right = found in CHAT_SERVERS if name == "engine" else found == "a sandbox"
+            detail = f"{url} is {found or 'another server'}"
+            yield (
+                DoctorCheck(name, "ok", detail) if is_right else DoctorCheck(name, "missing", detail, "correct the URL")
+            )
 
 
 def _check(name: str, found: str | None, problem: str, remedy: str) -> DoctorCheck:

@@ -56,7 +56,7 @@ def stats(
     excluded = f", {total.infra:,} excluded from the loss (infra faults)" if total.infra else ""
     samples = f"{plural(total.samples, 'sample')} of {plural(len(run.steps), 'step')} in {escape(str(directory))}"
     console.print(f"{samples}{bad}{excluded}", highlight=False, soft_wrap=True)
-    for table in (_by_step(run), _by_tool(run), _faults(run), _finish_reasons(total)):
+    for table in (_by_step(run), _by_tool(run), _programs(total), _faults(run), _finish_reasons(total)):
         if table.row_count:
             console.print(table)
 
@@ -121,6 +121,14 @@ def _by_tool(run: RunStats) -> Table:
         waits = [_seconds(calls.queue_wait, fraction) for fraction in (0.5, 0.99)]
         runs = [_seconds(calls.execution_time, fraction) for fraction in (0.5, 0.99)]
         table.add_row(escape(name), f"{calls.count:,}", *_fault_shares(calls), *waits, *runs)
+    return table
+
+
+def _programs(total: StepStats) -> Table:
+    table = _table("Programs", "outcome", "programs", "share")
+    programs = total.calls.programs
+    for outcome, count in programs.most_common() if set(programs) - {"ok"} else ():
+        table.add_row(escape(outcome), f"{count:,}", _percent(count, programs.total()))
     return table
 
 

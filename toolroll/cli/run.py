@@ -57,18 +57,19 @@ def run(
     import_paths = (str(config.resolve().parent), str(Path.cwd()))
     sys.path[:0] = [path for path in import_paths if path not in sys.path]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # toolroll uses only its tokenizers, without torch
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the panel shows the progress
     loaded = RunConfig.load(config, settings or ())
     console = output.SafeConsole(stderr=as_json)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), infrequent_full_gc():
-        status, signum = uvloop.run(_follow(loaded, console, title=str(config)))
-    _print_result(loaded, status, console, complete=not signum, as_json=as_json)
+        status, signum = uvloop.run(follow(loaded, console, title=str(config)))
+    print_result(loaded, status, console, complete=not signum, as_json=as_json)
     if signum:
         raise typer.Exit(128 + signum)
     if not status.aggregates["outcomes"].get("ok"):
         raise typer.Exit(1)
 
 
-async def _follow(config: RunConfig, console: output.SafeConsole, title: str) -> tuple[RunSnapshot, int]:
+async def follow(config: RunConfig, console: output.SafeConsole, title: str) -> tuple[RunSnapshot, int]:
     """Start a run and show its status until it ends or a signal stops it.
 
     Returns:
@@ -80,8 +81,13 @@ async def _follow(config: RunConfig, console: output.SafeConsole, title: str) ->
     rate_meter, next_line_at = RateMeter(), 0.0
     display = Live("Starting …", console=console, refresh_per_second=4)
     with _stop_signal() as stopped, display if console.is_terminal else contextlib.nullcontext() as live:
+        show = live.update if live is not None else _ignore
+        show("Checking the data, the engine and the sandbox …")
         await check(config)
+        show("Connecting to Ray …" if config.cluster else "Loading the tokenizer and the tools …")
         async with Run(config) as run:
+            if run.retried:
+                _print(console, f"{run.retried:,} samples failed before and are attempted again.")
             ended = asyncio.create_task(run.wait())
             ends: set[asyncio.Future[Any]] = {ended, stopped}
             while not ended.done() and not stopped.done():
@@ -104,6 +110,10 @@ async def _follow(config: RunConfig, console: output.SafeConsole, title: str) ->
     return status, stopped.result() if stopped.done() else 0
 
 
+def _ignore(text: str) -> None:
+    pass
+
+
 @contextlib.contextmanager
 def _stop_signal() -> Iterator[asyncio.Future[int]]:
     """Yield a future of the SIGINT or SIGTERM that asks to stop. A second signal ends the process immediately."""
@@ -124,9 +134,10 @@ def _stop_signal() -> Iterator[asyncio.Future[int]]:
             loop.remove_signal_handler(signum)
 
 
-def _print_result(
+def print_result(
     config: RunConfig, status: RunSnapshot, console: output.SafeConsole, *, complete: bool, as_json: bool
 ) -> None:
+    """Print the result of a run, how to resume it, and how to view its records."""
     directory = config.rollout_data_dir
     trajectories = status.aggregates["trajectories"]
     if as_json:

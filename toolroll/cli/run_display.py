@@ -20,9 +20,11 @@ from toolroll.run.status import RunRates, RunSnapshot, seconds_left
 MIN_RATE_WINDOW_S = 15.0
 """Minimum time over which rates are averaged."""
 RATE_WINDOW_TRAJECTORIES = 2.0
-"""Minimum window in mean trajectory durations: trajectories end in batches, and are counted when they end."""
+"""Minimum window in mean trajectory durations: trajectories start and end in batches."""
 RATE_WINDOW_SNAPSHOTS = 60
 """Approximate number of snapshots to keep."""
+MIN_SHOWN_OUTAGE_S = 2.0
+"""Outages that are shorter are not shown."""
 LABEL_COLUMNS = 8
 """Width of the labels at the left."""
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
@@ -83,6 +85,7 @@ def status_line(status: RunSnapshot, rates: RunRates) -> str:
         f"{_format_rate(rates.calls, status)} calls/s",
         f"reward {_mean_reward(status.aggregates)}",
     ]
+    parts += _unreachable(status)
     if status.limit is not None:
         parts.append(f"in flight {_in_flight(status)}")
     faults = {kind: count for kind, count in status.aggregates.get("faults", {}).items() if count}
@@ -117,6 +120,8 @@ def _details(status: RunSnapshot) -> Iterable[tuple[str, Text]]:
     if status.workers > 1 or status.lost_workers:
         lost = f" · {status.lost_workers} lost, their work was reassigned" if status.lost_workers else ""
         yield "workers", Text(f"{status.workers}{lost}")
+    for problem in _unreachable(status):
+        yield "", Text(problem, style="red")
     if aggregates.get("finish_reasons"):
         yield "ended by", Text(format_counts(aggregates["finish_reasons"]))
     faults: Mapping[str, int] = aggregates.get("faults", {})
@@ -128,6 +133,14 @@ def _details(status: RunSnapshot) -> Iterable[tuple[str, Text]]:
         yield "bad rows", Text(f"{status.bad_rows:,} skipped", style="yellow")
     if status.resumed:
         yield "resumed", Text(f"{status.resumed:,} from earlier runs")
+
+
+def _unreachable(status: RunSnapshot) -> list[str]:
+    return [
+        f"{name} unreachable for {format_duration(seconds)}"
+        for name, seconds in status.unreachable.items()
+        if seconds >= MIN_SHOWN_OUTAGE_S
+    ]
 
 
 def _most_common_error(aggregates: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -162,13 +175,13 @@ def _format_count(count: int | None) -> str:
 
 
 def _format_rate(rate: float, status: RunSnapshot) -> str:
-    if not _has_finished_trajectories(status):
+    if not status.tokens and not _has_finished_trajectories(status):
         return "–"
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
 def _has_finished_trajectories(status: RunSnapshot) -> bool:
-    """Return True if this run has finished a trajectory. Tokens and calls are not counted before."""
+    """Return True if this run has finished a trajectory."""
     return status.done > status.resumed
 
 
@@ -212,6 +225,8 @@ def _outcomes(status: RunSnapshot, aggregates: Mapping[str, Any]) -> Iterator[tu
     yield "ended by", format_counts(aggregates["finish_reasons"])
     if any(aggregates["faults"].values()):
         yield "faults", format_counts(aggregates["faults"])
+    if set(aggregates["programs"]) - {"ok"}:
+        yield "programs", format_counts(aggregates["programs"])
     for error, count in aggregates["errors"].items():
         yield "", f"{count:,} × {error}"
     totals = {"turns": "turns", "calls": "calls", "sampled_tokens": "tokens sampled"}

@@ -67,6 +67,7 @@ def serve(
     once.
     """
     given = {name: value for name, value in locals().items() if value is not None}
+    require_linux()
     from toolroll.sandbox.protocol import TOKEN_ENV_VAR
     from toolroll.sandbox.server.settings import ServerSettings
 
@@ -90,6 +91,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a program in a sandbox and print its output. Exits with the program's status."""
+    if url is None:
+        require_linux()
     from toolroll.sandbox.protocol import LANGUAGE_BY_SUFFIX, Language
 
     code = sys.stdin.read() if file == "-" else read_text(Path(file))
@@ -107,6 +110,15 @@ def run(
     else:
         _print_execution(execution)
     raise typer.Exit(0 if execution.fault is None else (execution.return_code or 1) & 0xFF or 1)
+
+
+def require_linux() -> None:
+    """Raise ConfigError, with what to do, on a system that the sandbox server does not run on."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"The sandbox server isolates programs with features of Linux and does not run on {sys.platform}. Start it "
+            "in a Linux container or on another machine (docs/sandbox.md), and set SANDBOX_FUSION_URL to its address."
+        )
 
 
 def read_text(file: Path) -> str:

@@ -80,10 +80,17 @@ def call(
     except Exception as error:
         _print_failure(tool, error, as_json)
         raise typer.Exit(1) from error
+    from toolroll.images import read_image  # after the call, because it imports pydantic
+
+    images = list(map(read_image, result.response.image or ()))
     if as_json:
-        fields = {"response": result.response.model_dump(exclude_none=True), "reward": result.reward}
+        response = result.response.model_dump(exclude_none=True, exclude={"image"})
+        response |= {"image": [{"width": one.width, "height": one.height} for one in images]} if images else {}
+        fields = {"response": response, "reward": result.reward}
         output.print_json({**fields, "metrics": result.metrics, "final_reward": final_reward})
         return
+    for image in images:
+        output.write_output(f"(image, {image.width} × {image.height} pixels)\n")
     output.write_output(f"{result.response.text or '(no text)'}\n")
     metrics = {
         key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in result.metrics.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,7 +18,10 @@ from toolroll.viewer.formatting import DEFAULT_MASK
 def view(
     directory: Annotated[Path, typer.Argument(help="Directory with dumps (a rollout_data_dir), or one of its files.")],
     tokenizer: Annotated[
-        str | None, typer.Option(help="Path or name of the model's tokenizer, to show the text of tokens.")
+        str | None,
+        typer.Option(
+            help="Path or name of the model's tokenizer, to show the text of tokens. Default: the run's model."
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Start with the newest sample and follow the run.")] = False,
     mask_str: Annotated[
@@ -27,6 +31,7 @@ def view(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port for --web on 127.0.0.1.")] = 8000,
 ) -> None:
     """Browse rollouts: conversations, tokens, rewards, search, filters and plots. Press ? for all keys."""
+    tokenizer = tokenizer or _model_of(directory)
     try:
         import textual  # noqa: F401
     except ImportError as error:
@@ -48,3 +53,14 @@ def view(
     if not is_terminal and "TEXTUAL_DRIVER" not in os.environ:
         raise ConfigError("The viewer needs a terminal. Use `toolroll records stats` to print statistics without one.")
     viewer.run()
+
+
+def _model_of(directory: Path) -> str | None:
+    """Return the model of the run that wrote a directory, if its files are on this machine."""
+    from toolroll.run.run_lock import RUN_IDENTITY_FILE
+
+    try:
+        model = json.loads((directory / RUN_IDENTITY_FILE).read_text()).get("model")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return model if isinstance(model, str) and Path(model).is_dir() else None

@@ -162,6 +162,12 @@ class HttpClient:
         pool = self._pools.get(asyncio.get_running_loop())
         return pool is not None and affinity_endpoint(pool.endpoints, affinity).is_cooling(time.monotonic())
 
+    def unreachable_s(self) -> float | None:
+        """Return for how long no endpoint has answered, in seconds, or None if one answered or was not tried."""
+        endpoints = [endpoint for pool in self._pools.values() for endpoint in pool.endpoints]
+        since = [endpoint.down_since for endpoint in endpoints if endpoint.down_since is not None]
+        return time.monotonic() - max(since) if endpoints and len(since) == len(endpoints) else None
+
     async def pool(self) -> EndpointPool:
         """Return the connections of this event loop."""
         loop = asyncio.get_running_loop()
@@ -234,7 +240,7 @@ class HttpClient:
             if running_at_server and (notice := request.pending_notice):
                 pool.notify(endpoint.url, notice)
             request.attempt_id = None
-        endpoint.outages = 0
+        endpoint.record_success()
         return result
 
     def _status_error(self, url: str, response: HttpResponse) -> Exception:

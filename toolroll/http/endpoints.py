@@ -42,6 +42,12 @@ class Endpoint:
     cooldown_until: float = 0.0
     outages: int = 0
     """Number of consecutive outages since the last response."""
+    down_since: float | None = None
+    """Time of the first of these outages."""
+
+    def record_success(self) -> None:
+        """End the outages after a response."""
+        self.outages, self.down_since = 0, None
 
     def is_cooling(self, now: float) -> bool:
         """Return True if the endpoint should not get requests at the moment."""
@@ -53,6 +59,7 @@ class Endpoint:
         if failure.endpoint_down:
             if not self.outages or not self.is_cooling(now):  # concurrent failures are one outage
                 self.outages += 1
+            self.down_since = now if self.down_since is None else self.down_since
             pause_s = max(pause_s, ENDPOINT_COOLDOWN_S * 2 ** min(self.outages - 1, 10))
         self.cooldown_until = max(self.cooldown_until, now + min(pause_s, MAX_COOLDOWN_S))
 

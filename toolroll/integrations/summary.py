@@ -10,6 +10,27 @@ from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import Trajectory
 
 
+def parts_with_samples(trajectory: Trajectory) -> list[TokenStream]:
+    """Return the parts of a trajectory that have sampled tokens, in order; the last part if there are none.
+
+    A conversation that was rendered again has several parts. The last one has no sampled tokens if the trajectory ended
+    before its next turn.
+    """
+    parts = [*trajectory.earlier, trajectory.tokens]
+    return [part for part in parts if any(part.mask)] or parts[-1:]
+
+
+def lost_fraction(trajectory: Trajectory, trained_tokens: int) -> float:
+    """Return the fraction of the sampled tokens that a trainer does not train on.
+
+    Args:
+        trajectory: The trajectory.
+        trained_tokens: Number of sampled tokens in the rows that the trainer receives.
+    """
+    sampled = sum(sum(part.mask) for part in parts_with_samples(trajectory))
+    return 1 - trained_tokens / sampled if sampled else 0.0
+
+
 def exclusion_reason(trajectory: Trajectory, streams: Iterable[TokenStream], *, needs_reward: bool) -> str | None:
     """Return the reason why a trajectory is excluded from the loss, or None if it is not.
 

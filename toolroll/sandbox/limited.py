@@ -211,6 +211,10 @@ class LimitedSandbox:
             return None
         return language in languages and languages[language].available
 
+    def unreachable_s(self) -> float | None:
+        """Return for how long no sandbox has answered, in seconds, or None if one answers."""
+        return self._client.http.unreachable_s()
+
     def __reduce__(self) -> tuple[type[LimitedSandbox], tuple[LimitedSandboxSettings]]:
         return LimitedSandbox, (self.settings,)
 

@@ -105,6 +105,8 @@ class BaseTool(ABC, Generic[State]):
 
     default_schema: ClassVar[OpenAIFunctionToolSchema | Mapping[str, Any] | None] = None
     """Schema that is used if the config file does not contain one."""
+    returns_images: bool = False
+    """True if responses may contain images. A model that cannot see them is then refused at the start."""
 
     def __init__(self, config: dict[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.config = dict(config or {})

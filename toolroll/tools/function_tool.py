@@ -65,6 +65,7 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         name: Name of the tool. By default, the function's name.
         description: Description of the tool. By default, the text of the function's docstring.
         threads: Maximum number of concurrent calls of a sync function.
+        returns_images: True if responses may contain images.
         tool_schema: Schema from a config file. By default, the schema generated from the signature.
 
     Raises:
@@ -78,10 +79,17 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         name: str | None = None,
         description: str | None = None,
         threads: int = DEFAULT_MAX_THREADS,
+        returns_images: bool = False,
         tool_schema: Any = None,
     ) -> None:
         self.function = function
-        self._options: dict[str, Any] = {"name": name, "description": description, "threads": threads}
+        self.returns_images = returns_images
+        self._options: dict[str, Any] = {
+            "name": name,
+            "description": description,
+            "threads": threads,
+            "returns_images": returns_images,
+        }
         if threads < 1:
             raise ConfigError(f"@tool: threads must be at least 1, got {threads}.")
         schema, self._arguments, self._hidden, self._hidden_types = _read_signature(function, name, description)
@@ -186,7 +194,7 @@ def tool(
         function: The function, sync or async.
         **options: `name`: name of the tool, by default that of the function. `description`: description of the tool, by
             default the text of the docstring. `threads`: maximum number of concurrent calls of a sync function, by
-            default 64.
+            default 64. `returns_images`: True if responses may contain images.
 
     Returns:
         The tool, or a decorator if only options are given.

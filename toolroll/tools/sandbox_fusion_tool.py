@@ -87,6 +87,10 @@ class SandboxFusionTool(BaseTool[InterpreterSession | None]):
         """
         return InterpreterSession(self._sandbox) if self.settings.stateful else None
 
+    def unreachable_s(self) -> float | None:
+        """Return for how long no sandbox has answered, in seconds, or None if one answers."""
+        return self._sandbox.unreachable_s()
+
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], *, deadline: float | None = None, **kwargs: Any
     ) -> ToolResult:

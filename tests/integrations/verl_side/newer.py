@@ -10,6 +10,7 @@ from typing import Any
 import counting_tools
 import numpy as np
 import ray
+import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf, open_dict
 from scene import NEWEST, Scene
@@ -19,6 +20,8 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.utils import tensordict_utils as tu
 
 from toolroll.rollout.chat.rendering import Continuation, Rendering
+from toolroll.rollout.generation import TokenGenerator
+from toolroll.rollout.trajectory import FinishReason
 
 if NEWEST:
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -68,13 +71,18 @@ class Newer:
         self.scene.set_mode("scripted")
         ray.get(worker.__ray_call__.remote(rerender_turns))
         out["rerendered"] = self.run(2, "toolroll")
+        ray.get(worker.__ray_call__.remote(end_after_rerendering))
+        out["ended"] = self.run(4, "toolroll", score_by_session=True)
         ray.get(worker.__ray_call__.remote(restore_bridge))
         self.scene.set_mode("dying", before=2, when=16, pid=self.scene.spec["other_sandbox_pid"])
         out["dying"] = self.run(3, "toolroll_hurried")
         return out
 
-    def run(self, step: int, agent: str) -> dict[str, Any]:
-        """Run the rollouts of one step and compute the advantages: 8 prompts with 4 samples each."""
+    def run(self, step: int, agent: str, *, score_by_session: bool = False) -> dict[str, Any]:
+        """Run the rollouts of one step and compute the advantages: 8 prompts with 4 samples each.
+
+        With `score_by_session`, the score of a sample is its number in the group.
+        """
         began = time.monotonic()
         batch = self.scene.batch(self.config, list(range(8)), agent)
         batch["uid"] = np.array([f"{uid}in{step}" for uid in batch["uid"]], dtype=object)  # unique in every step
@@ -91,7 +99,7 @@ class Newer:
         )
         samples = self._samples(sampled)
         padded = upsample_batch_to_divisible_size(sampled, 8 * N, self.scene.tokenizer.eos_token_id)
-        made = self._advantages(padded)
+        made = self._advantages(padded, score_by_session=score_by_session)
         tq.kv_clear(keys=padded.keys, partition_id="train")
         seen = {"samples": samples, "tools": tools, "advantages": made, "padded": len(padded), "took": took}
         return {**seen, "server": self.scene.server_log()}
@@ -129,13 +137,17 @@ class Newer:
             )
         return rows
 
-    def _advantages(self, sampled: Any) -> dict[str, float]:
+    def _advantages(self, sampled: Any, *, score_by_session: bool) -> dict[str, float]:
         """Return the advantages by key, as the trainer computes them. Those of padding are at the end."""
         fields = ["uid", "response_mask", "rm_scores"]
         data = tq.kv_batch_get(keys=sampled.keys, partition_id="train", select_fields=fields)
         uids = [one if isinstance(one, str) else one.data for one in data.pop("uid")]
         padded = DataProto(batch=data.to_padded_tensor())
         padded.batch["token_level_rewards"] = padded.batch["rm_scores"]
+        if score_by_session:
+            numbers = [float(key.rsplit("_", 2)[1]) for key in sampled.keys]
+            padded.batch["token_level_rewards"] = torch.zeros_like(padded.batch["rm_scores"])
+            padded.batch["token_level_rewards"][:, 0] = torch.tensor(numbers)
         padded.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         made = compute_advantage_for_multi_trajectories(
             padded, batch_keys=sampled.keys, adv_estimator="grpo", num_repeat=N, config=self.config.algorithm
@@ -159,8 +171,23 @@ def rerender_turns(worker: Any) -> None:
     Rendering.bridge = bridge  # type: ignore[method-assign]
 
 
+_append_tool_responses = TokenGenerator.append_tool_responses
+
+
+def end_after_rerendering(worker: Any) -> None:
+    """Emulate a deadline that passes after the second re-rendering, before anything else is sampled."""
+
+    def append_tool_responses(generator: Any, request: Any, responses: Any) -> None:
+        _append_tool_responses(generator, request, responses)
+        if request.turn == 2:
+            request.finish(FinishReason.DEADLINE)
+
+    TokenGenerator.append_tool_responses = append_tool_responses  # type: ignore[method-assign]
+
+
 def restore_bridge(worker: Any) -> None:
     Rendering.bridge = _bridge  # type: ignore[method-assign]
+    TokenGenerator.append_tool_responses = _append_tool_responses  # type: ignore[method-assign]
 
 
 def _buffer() -> Any:

@@ -5,8 +5,8 @@ Invariants:
 - There is one row per prompt, in the order of the prompts. The row of an excluded trajectory is masked. No part of a
   row is empty, because TRL reads the last token of each.
 - `completion_ids`, `env_mask` and `logprobs` of a row have the same length.
-- If the conversation was re-rendered, the row contains the last sequence that the engine received. Tokens that were
-  sampled before the re-rendering are part of its prompt and are not trained on.
+- If the conversation was re-rendered, the row contains the last part with sampled tokens. Tokens that were sampled
+  before are in its prompt and not trained on: `lost_tokens` is their fraction.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolroll.integrations.summary import exclusion_reason, summary_fields
-from toolroll.rollout.tokens import Author
+from toolroll.errors import ConfigError
+from toolroll.integrations.summary import exclusion_reason, lost_fraction, parts_with_samples, summary_fields
+from toolroll.rollout.tokens import Author, TokenStream
 from toolroll.rollout.trajectory import Fidelity, Trajectory
 
 
@@ -27,10 +28,16 @@ def make_batch(trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str,
         trajectories: Trajectories in the order of the prompts.
         fields: Result of `sample_fields` for each trajectory.
         filler: Token id that replaces an empty prompt or completion.
+
+    Raises:
+        ConfigError: If a trajectory has images, which TRL does not take from a rollout function.
     """
+    if any(one.tokens.images for one in trajectories):
+        raise ConfigError("A trajectory has images, which TRL does not take from a rollout function. Use verl.")
     kept = [one["left_out"] is None for one in fields]
     rows = [_row(one, keep=keep, filler=filler) for one, keep in zip(trajectories, kept, strict=True)]
-    has_logprobs = all(one.tokens.has_logprobs for one, keep in zip(trajectories, kept, strict=True) if keep)
+    trained = [parts_with_samples(one)[-1] for one, keep in zip(trajectories, kept, strict=True) if keep]
+    has_logprobs = all(tokens.has_logprobs for tokens in trained)
     prompts, completions, masks, logprobs = ([row[part] for row in rows] for part in range(4))
     return {
         "prompt_ids": prompts,
@@ -43,7 +50,7 @@ def make_batch(trajectories: Sequence[Trajectory], fields: Sequence[Mapping[str,
 
 
 def _row(trajectory: Trajectory, *, keep: bool, filler: int) -> tuple[list[int], list[int], list[int], list[float]]:
-    tokens = trajectory.tokens
+    tokens = parts_with_samples(trajectory)[-1]
     ids = tokens.response_ids or [filler]
     mask = tokens.response_mask if keep else [0] * len(ids)
     logprobs = tokens.response_logprobs or [0.0] * len(ids)
@@ -52,7 +59,8 @@ def _row(trajectory: Trajectory, *, keep: bool, filler: int) -> tuple[list[int],
 
 def sample_fields(trajectory: Trajectory) -> dict[str, Any]:
     """Return the fields of a sample that reward functions receive under `toolroll`."""
-    left_out = exclusion_reason(trajectory, [trajectory.tokens], needs_reward=True)
+    tokens = parts_with_samples(trajectory)[-1]
+    left_out = exclusion_reason(trajectory, [tokens], needs_reward=True)
     calls = trajectory.calls
     return {
         **summary_fields(trajectory, left_out),
@@ -61,13 +69,14 @@ def sample_fields(trajectory: Trajectory) -> dict[str, Any]:
         "call_seconds": [call.seconds for call in calls],
         "queue_waits": [float(wait) for call in calls if (wait := call.metrics.get("queue_wait")) is not None],
         "rerendered": trajectory.fidelity is Fidelity.RERENDERED,
-        "weights": _tokens_by_weight_version(trajectory),
+        "lost_tokens": lost_fraction(trajectory, sum(tokens.mask)),
+        "weights": _tokens_by_weight_version(tokens),
     }
 
 
-def _tokens_by_weight_version(trajectory: Trajectory) -> dict[str | None, int]:
+def _tokens_by_weight_version(tokens: TokenStream) -> dict[str | None, int]:
     counts: Counter[str | None] = Counter()
-    for span in trajectory.tokens.spans:
+    for span in tokens.spans:
         if span.author is Author.MODEL:
             counts[span.weight_version] += span.end - span.start
     return dict(counts)

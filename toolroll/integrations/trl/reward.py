@@ -89,7 +89,7 @@ def batch_metrics(samples: Fields) -> dict[str, float]:
     Fractions are relative to the number of samples, except faults (calls) and stale or unknown weights (tokens).
     """
     calls = sum(one["calls"] for one in samples)
-    metrics = {name: fmean(one[name] for one in samples) for name in ("rerendered", "turns", "calls")}
+    metrics = {name: fmean(one[name] for one in samples) for name in ("rerendered", "lost_tokens", "turns", "calls")}
     metrics["left_out"] = fmean(one["left_out"] is not None for one in samples)
     metrics["seconds/max"] = max(one["seconds"] for one in samples)
     if calls:

@@ -29,6 +29,8 @@ from toolroll.integrations.trl.rows import DatasetRows, without_nulls
 from toolroll.integrations.trl.settings import resolve_limits, resolve_sampling_params
 from toolroll.integrations.trl.weights import WeightSync
 from toolroll.records.writer import RecordWriter
+from toolroll.rollout.chat.formats import ToolPrompt
+from toolroll.rollout.chat.rendering import Thinking
 from toolroll.rollout.engines.base import TokenEngine
 from toolroll.rollout.limits import Limits
 from toolroll.rollout.prompt import Prompt
@@ -58,7 +60,9 @@ class TrainerRollout:
             path. Without it, toolroll does not update the engine's weights; TRL does with `use_vllm`.
         rollout_data_dir: Directory for the records of each training step.
         sampling_params: Further sampling parameters under the engine's names.
-        model_format: Chat format of the model. By default, it is derived from the tokenizer.
+        model_format: Chat format of the model. By default, it is found by the chat template.
+        tool_prompt: "hermes" for a model whose chat template does not show tools.
+        thinking: "keep" or "strip" the reasoning of earlier turns; by default as the chat template does it.
 
     Raises:
         ConfigError: If the engine does not return tokens, or cannot load weights from `weights_dir`.
@@ -82,12 +86,20 @@ class TrainerRollout:
         rollout_data_dir: str | Path | None = None,
         sampling_params: Mapping[str, Any] | None = None,
         model_format: str | None = None,
+        tool_prompt: ToolPrompt | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
         if not isinstance(engine, TokenEngine):
             remedy = "Use an engine such as SGLangEngine('http://127.0.0.1:30000')."
             raise ConfigError(f"{engine!r:.80} does not return tokens to train on. {remedy}")
         self._engine = engine
-        self._options: dict[str, Any] = {"tools": tools, "rewards": rewards, "model_format": model_format}
+        self._options: dict[str, Any] = {
+            "tools": tools,
+            "rewards": rewards,
+            "model_format": model_format,
+            "tool_prompt": tool_prompt,
+            "thinking": thinking,
+        }
         self._limits = limits
         self._weights = WeightSync(engine, weights_dir)
         self._data_dir = rollout_data_dir

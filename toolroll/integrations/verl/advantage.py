@@ -81,6 +81,21 @@ def exclude_masked_rows(estimator: Estimator, *, reads_norm: bool = False) -> Es
     return wrapper
 
 
+def counts_samples_once(algorithm: Mapping[str, Any]) -> bool:
+    """Return True if verl's newer trainers count a sample with several rows once in its group's baseline.
+
+    They do for `grpo`; `gae` has no groups. For other estimators, a sample has only its last row.
+
+    Args:
+        algorithm: verl's config under `algorithm`.
+    """
+    return _estimator(algorithm) in ("grpo", "gae")
+
+
+def _estimator(algorithm: Mapping[str, Any]) -> str:
+    return str(getattr(algorithm["adv_estimator"], "value", algorithm["adv_estimator"]))
+
+
 def check_estimator(algorithm: Mapping[str, Any]) -> None:
     """Reject an estimator with which excluded samples would affect the baseline of their group.
 
@@ -90,7 +105,7 @@ def check_estimator(algorithm: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: If the estimator is group-based and not one of this module.
     """
-    name = str(getattr(algorithm["adv_estimator"], "value", algorithm["adv_estimator"]))
+    name = _estimator(algorithm)
     if name not in (*WRAPPED_ESTIMATORS, *UNSUPPORTED_ESTIMATORS):
         return
     variable = "VERL_USE_EXTERNAL_MODULES=toolroll.integrations.verl"

@@ -6,11 +6,12 @@ its output. Tools, chat format and record files are created once per process and
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -18,8 +19,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from verl.utils.rollout_trace import rollout_trace_op
 
 from toolroll.errors import ConfigError, validate
+from toolroll.images import has_images, replace_images, with_images
+from toolroll.integrations.summary import lost_fraction
 from toolroll.integrations.verl import sample
-from toolroll.integrations.verl.advantage import check_estimator
+from toolroll.integrations.verl.advantage import check_estimator, counts_samples_once
 from toolroll.integrations.verl.recording import RecordSink
 from toolroll.integrations.verl.reward import reward_rule
 from toolroll.integrations.verl.server_engine import VerlServerEngine
@@ -58,6 +61,8 @@ class SharedResources:
     logprobs_mode: LogprobsMode
     key_objects: tuple[Any, ...]
     """Objects whose ids are part of the cache key. Referenced here so that the ids are not reused."""
+    warnings: set[str] = field(default_factory=set)
+    """Warnings that were logged, each once."""
 
 
 _shared: dict[tuple[Any, ...], SharedResources] = {}
@@ -105,12 +110,13 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
             other trainers, one AgentLoopOutput, which is masked if the sample is excluded.
 
         Raises:
-            ConfigError: If the prompt is not text, or the trainer's advantage estimator cannot exclude samples.
+            ConfigError: If the prompt has a video, audio, or an image that the model cannot see, or the trainer's
+                advantage estimator cannot exclude samples.
         """
         accepts_lists = "session_id" in row and "global_steps" in row  # keys of the workers on TransferQueue
         if not accepts_lists:
             check_estimator(self.config.algorithm)
-        request = self._make_request(sampling_params, row)
+        request = await self._make_request(sampling_params, row)
         # verl's servers receive the session id. It is reproducible if verl's `full_determinism` is set.
         is_deterministic = self.rollout_config.get("full_determinism", False)
         session_id = f"det-{row.get('priority', 0)}" if is_deterministic else request.request_id
@@ -127,15 +133,31 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
         turns = sample.count_turns(trajectory, len(row["raw_prompt"]))
         response_length, logprobs = self.rollout_config.response_length, bool(sampling_params.get("logprobs"))
         rows = sample.token_rows(trajectory, response_length=response_length, logprobs=logprobs)
+        if not accepts_lists or not counts_samples_once(self.config.algorithm):
+            rows = rows[-1:]
         if left_out is not None:
             options = {"prompt_length": self.rollout_config.prompt_length, "filler": self.tokenizer.eos_token_id or 0}
             rows = [] if accepts_lists else [sample.masked_row(rows[-1], **options)]
-        outputs = [self._output(one, trajectory, engine, left_out, turns) for one in rows]
+        lost = lost_fraction(trajectory, sum(sum(one.response_mask) for one in rows)) if left_out is None else 0.0
+        if trajectory.earlier and lost:
+            self._warn_about_lost_tokens(lost)
+        outputs = [self._output(one, trajectory, engine, left_out, turns, lost) for one in rows]
         return outputs if accepts_lists else outputs[-1]
 
-    def _make_request(self, sampling_params: Mapping[str, Any], row: Mapping[str, Any]) -> AsyncRolloutRequest:
+    async def _read_messages(self, raw_prompt: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Return the messages of a prompt, with its images as verl resizes them."""
+        messages = [Message.model_validate(dict(message)) for message in raw_prompt]
+        if not has_images(messages):
+            return with_images(messages)
+        self.shared.rendering.check_images("user")
+        data = await self.process_multi_modal_info(list(raw_prompt))
+        if not data.get("images"):
+            raise ConfigError("Agent loop toolroll: the prompt has an image, but verl loaded no processor for it.")
+        return await asyncio.to_thread(replace_images, messages, data["images"])
+
+    async def _make_request(self, sampling_params: Mapping[str, Any], row: Mapping[str, Any]) -> AsyncRolloutRequest:
         return AsyncRolloutRequest(
-            messages=[_read_message(message) for message in row["raw_prompt"]],
+            messages=await self._read_messages(row["raw_prompt"]),
             limits=self.shared.limits,
             group=str(row.get("uid", "")),
             sample=int(row.get("session_id", 0)),
@@ -144,20 +166,40 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
             extra={key: value for key, value in row.items() if key not in CONSUMED_COLUMNS},
         )
 
+    def _warn_about_lost_tokens(self, lost: float) -> None:
+        if "lost tokens" not in self.shared.warnings:
+            self.shared.warnings.add("lost tokens")
+            logger.warning(
+                "The chat template renders the conversation again after a turn, and this trainer learns only from the "
+                "last part: %.0f %% of the tokens of a sample are not trained on. Set thinking: keep, or use verl's "
+                "newer trainer with grpo.",
+                100 * lost,
+            )
+
     def _output(
-        self, row: sample.TokenRow, trajectory: Trajectory, engine: VerlServerEngine, left_out: str | None, turns: int
+        self,
+        row: sample.TokenRow,
+        trajectory: Trajectory,
+        engine: VerlServerEngine,
+        left_out: str | None,
+        turns: int,
+        lost: float,
     ) -> AgentLoopOutput:
         generation_s, tools_s = sample.generation_and_tool_seconds(trajectory)
         preempted = -1 if engine.preempted is None else engine.preempted
-        fields = sample.sample_fields(trajectory, left_out) | engine.counters
+        fields = sample.sample_fields(trajectory, left_out, lost) | engine.counters
+        experts = engine.routed_experts[row.part] if row.part < len(engine.routed_experts) else None
+        tokens = {name: value for name, value in vars(row).items() if name not in ("part", "images")}
+        if row.images:
+            tokens["multi_modal_data"] = {"images": [image.to_pil() for image in row.images]}
         fields["min_global_steps"], fields["max_global_steps"] = engine.steps
         score = None
         if self.shared.rewards is not None:
             score = trajectory.rewards.total if left_out is None else 0.0  # not used if the row is excluded
             fields["reward_extra_info"] = {}
         return AgentLoopOutput(
-            **vars(row),
-            routed_experts=engine.routed_experts,
+            **tokens,
+            routed_experts=experts,
             reward_score=score,
             num_turns=turns,
             metrics=AgentLoopMetrics(generate_sequences=generation_s, tool_calls=tools_s, num_preempted=preempted),
@@ -178,24 +220,27 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
         rollout = self.rollout_config
         path = rollout.multi_turn.get("tool_config_path")
         template = OmegaConf.to_container(OmegaConf.create(dict(self.apply_chat_template_kwargs or {})))
-        rendering = load_rendering(self.tokenizer, self.settings.model_format, chat_template_kwargs=template)  # type: ignore[arg-type]
+        tools = convert_tools(loaded_tools, resolve_config_path(path) if path else None)
+        rendering = load_rendering(
+            self.tokenizer,
+            self.settings.model_format,
+            chat_template_kwargs=template,  # type: ignore[arg-type]
+            tool_prompt=self.settings.tool_prompt,
+            thinking=self.settings.thinking,
+            needs_tools=bool(tools),
+        )
+        if any(tool.returns_images for tool in tools):
+            rendering.check_images("tool")
         is_raw = rollout.name == "vllm" and str(rollout.get("logprobs_mode", "")).startswith("raw")
         return SharedResources(
             rendering=rendering,
-            tools=convert_tools(loaded_tools, resolve_config_path(path) if path else None),
+            tools=tools,
             limits=resolve_limits(rollout, self.settings.limits),
             rewards=reward_rule(self.settings.rewards, self.config, self.tokenizer),
             records=RecordSink(self.config.trainer.get("rollout_data_dir"), rendering.decode),
             logprobs_mode="raw_logprobs" if is_raw else "processed_logprobs",
             key_objects=key_objects,
         )
-
-
-def _read_message(message: Mapping[str, Any]) -> Message:
-    parsed = Message.model_validate(dict(message))
-    if isinstance(parsed.content, list) and any(part.get("type") != "text" for part in parsed.content):
-        raise ConfigError("Agent loop toolroll: the prompt has an image, a video or audio. Only text is supported.")
-    return parsed
 
 
 def _training_step(row: Mapping[str, Any], engine: VerlServerEngine) -> int:

@@ -1,7 +1,8 @@
 """Conversion of a trajectory to the token rows and fields that verl expects.
 
 A row is split at the end of the dataset's prompt. If the conversation was re-rendered, there are several rows, each
-exact; the re-rendered turns are part of the response and masked.
+exact; the re-rendered turns are part of the response and masked. A part without sampled tokens is not a row: verl reads
+the advantage of a sample off the last row's sampled tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from toolroll.integrations.summary import exclusion_reason, summary_fields
+from toolroll.images import Image
+from toolroll.integrations.summary import exclusion_reason, parts_with_samples, summary_fields
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import Trajectory
 
@@ -24,6 +26,10 @@ class TokenRow:
     response_ids: list[int]
     response_mask: list[int]
     response_logprobs: list[float] | None
+    part: int = 0
+    """Index of the part of the trajectory, from 0."""
+    images: tuple[Image, ...] = ()
+    """Images whose tokens the row contains."""
 
 
 def left_out_reason(trajectory: Trajectory, *, needs_reward: bool = False) -> str | None:
@@ -33,41 +39,53 @@ def left_out_reason(trajectory: Trajectory, *, needs_reward: bool = False) -> st
         trajectory: The trajectory.
         needs_reward: Whether the agent loop computes the score.
     """
-    return exclusion_reason(trajectory, _streams(trajectory), needs_reward=needs_reward)
+    return exclusion_reason(trajectory, parts_with_samples(trajectory), needs_reward=needs_reward)
 
 
 def token_rows(trajectory: Trajectory, *, response_length: int, logprobs: bool) -> list[TokenRow]:
-    """Return all rows in order. Tool responses that exceed `response_length` are truncated.
+    """Return the rows with sampled tokens in order, or the last row if there are none.
+
+    Tool responses that exceed `response_length` are truncated. An image that would be cut is left out.
 
     Args:
         trajectory: The trajectory.
         response_length: Maximum length of a response.
         logprobs: Whether to include log-probabilities.
     """
-    streams = _streams(trajectory)
+    streams = [*trajectory.earlier, trajectory.tokens]
     prompt_end = streams[0].prompt_length
-    return [_row(stream, min(prompt_end, stream.prompt_length), response_length, logprobs) for stream in streams]
+    rows = [
+        _row(stream, min(prompt_end, stream.prompt_length), response_length, logprobs, part)
+        for part, stream in enumerate(streams)
+    ]
+    return [row for row in rows if any(row.response_mask)] or rows[-1:]
 
 
 def masked_row(row: TokenRow, *, prompt_length: int, filler: int) -> TokenRow:
     """Return a row with all tokens masked. No part of it is empty, because verl cannot pad empty sequences.
+
+    A row with images is replaced by fillers: the tokens of an image make no sense without it.
 
     Args:
         row: The row.
         prompt_length: Maximum length of a prompt.
         filler: Token id that replaces an empty prompt or response.
     """
+    if row.images:
+        row = TokenRow([], [], [], None if row.response_logprobs is None else [], row.part)
     response = row.response_ids or [filler]
     logprobs = None if row.response_logprobs is None else row.response_logprobs or [0.0]
-    return TokenRow(row.prompt_ids[-prompt_length:] or [filler], response, [0] * len(response), logprobs)
+    prompt = row.prompt_ids[-prompt_length:] or [filler]
+    return TokenRow(prompt, response, [0] * len(response), logprobs, row.part)
 
 
-def sample_fields(trajectory: Trajectory, left_out: str | None) -> dict[str, Any]:
+def sample_fields(trajectory: Trajectory, left_out: str | None, lost_tokens: float = 0.0) -> dict[str, Any]:
     """Return the fields that reward functions receive in `extra_info` and trainers in the batch.
 
     Args:
         trajectory: The trajectory.
         left_out: Reason why the trajectory is excluded, or None.
+        lost_tokens: Fraction of the sampled tokens that the trainer does not receive.
     """
     rewards = trajectory.rewards
     return {
@@ -78,6 +96,7 @@ def sample_fields(trajectory: Trajectory, left_out: str | None) -> dict[str, Any
             "request_id": trajectory.request_id,
             "outcome": trajectory.outcome,
             "fidelity": str(trajectory.fidelity),
+            "lost_tokens": lost_tokens,
             "tools": dict(rewards.tools),
             "total": rewards.total,
         },
@@ -110,15 +129,16 @@ def without_null_kwargs(tools_kwargs: Mapping[str, Any] | None) -> dict[str, dic
     }
 
 
-def _streams(trajectory: Trajectory) -> list[TokenStream]:
-    return [*trajectory.earlier, trajectory.tokens]
-
-
-def _row(stream: TokenStream, prompt_end: int, response_length: int, logprobs: bool) -> TokenRow:
-    end = prompt_end + response_length
+def _row(stream: TokenStream, prompt_end: int, response_length: int, logprobs: bool, part: int) -> TokenRow:
+    end = min(len(stream), prompt_end + response_length)
+    for span in stream.images:
+        if span.start <= end < span.end:
+            end = span.start - 1  # the token before marks the start of an image
     return TokenRow(
         prompt_ids=stream.ids[:prompt_end].tolist(),
         response_ids=stream.ids[prompt_end:end].tolist(),
         response_mask=list(stream.mask[prompt_end:end]),
         response_logprobs=stream.logprobs[prompt_end:end].tolist() if logprobs else None,
+        part=part,
+        images=tuple(span.image for span in stream.images if span.end <= end),
     )

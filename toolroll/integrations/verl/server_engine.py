@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolroll.errors import EngineRefused, EngineUnavailable
+from toolroll.images import Image, ImageSpan
 from toolroll.rollout.engines.base import FinishType, Generation, GenerationTimings, LogprobsMode, SamplingParams
 from toolroll.rollout.engines.sampling import align_logprobs
 
@@ -36,7 +37,8 @@ class VerlServerEngine:
     Attributes:
         steps: First and last weight version that sampled, as verl counts them, or None if unknown.
         preempted: Number of preemptions by the server, or None if it does not report them.
-        routed_experts: Experts of the last call's tokens, if the server reports them.
+        routed_experts: Experts of the tokens of each part of the trajectory, if the server reports them. A part begins
+            where the prompt does not continue the tokens of the call before.
         counters: Sums of `SPECULATION_COUNTERS`.
     """
 
@@ -44,11 +46,15 @@ class VerlServerEngine:
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.steps: tuple[int | None, int | None] = (None, None)
         self.preempted: int | None = None
-        self.routed_experts: Any = None
+        self.routed_experts: list[Any] = []
         self.counters: dict[str, int] = {}
         self._client = client
         self._session_id = session_id
         self._calls: dict[str, asyncio.Future[Any]] = {}
+        self._last_ids: list[int] | None = None
+        """Prompt and sampled ids of the last call."""
+        self._decoded: dict[str, Any] = {}
+        """Images by their hash."""
 
     async def generate(
         self,
@@ -58,6 +64,7 @@ class VerlServerEngine:
         *,
         deadline: float | None = None,
         affinity: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Generation:
         """Sample from the model.
 
@@ -67,6 +74,7 @@ class VerlServerEngine:
             sampling_params: Parameters as in verl's agent loops. `logprobs` is a boolean.
             deadline: Deadline on the clock of `time.monotonic()`.
             affinity: Ignored, because the engine serves one trajectory.
+            images: Ranges of images in the prompt.
 
         Returns:
             The sampled tokens.
@@ -78,8 +86,10 @@ class VerlServerEngine:
         start = time.monotonic()
         stop_ids = list(sampling_params.get("stop_token_ids") or ())
         params = {**sampling_params, "stop_token_ids": stop_ids}
+        if bias := params.get("logit_bias"):
+            params["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}  # as vLLM's class expects
         timeout_s = DEFAULT_GENERATION_TIMEOUT_S if deadline is None else deadline - start
-        output = await self._request(request_id, list(prompt_ids), params, timeout_s)
+        output = await self._request(request_id, list(prompt_ids), params, timeout_s, images)
         duration = time.monotonic() - start
         if output is None:
             timings = GenerationTimings(total=duration)
@@ -87,6 +97,11 @@ class VerlServerEngine:
         extra = output.extra_fields or {}
         version = self._collect_statistics(output, extra)
         ids = [int(number) for number in output.token_ids]
+        if self._last_ids is None or list(prompt_ids[: len(self._last_ids)]) != self._last_ids:
+            self.routed_experts.append(None)
+        self._last_ids = [*prompt_ids, *ids]
+        if output.routed_experts is not None:
+            self.routed_experts[-1] = output.routed_experts
         finish = finish_type(output.stop_reason, ids, stop_ids)
         logprobs = _logprobs(output.log_probs, ids, finish) if sampling_params.get("logprobs") else None
         timings = GenerationTimings(total=duration, cached_tokens=extra.get("num_cached_tokens"))
@@ -100,10 +115,20 @@ class VerlServerEngine:
     async def close(self) -> None:
         """Do nothing: the client belongs to verl."""
 
-    async def _request(self, request_id: str, prompt_ids: list[int], params: dict[str, Any], timeout_s: float) -> Any:
+    async def _request(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: dict[str, Any],
+        timeout_s: float,
+        images: Sequence[ImageSpan],
+    ) -> Any:
         """Return the server's output, or None if the call was aborted."""
+        image_data = {"image_data": [await self._decode(span.image) for span in images]} if images else {}
         call = self._calls[request_id] = asyncio.ensure_future(
-            self._client.generate(request_id=self._session_id, prompt_ids=prompt_ids, sampling_params=params)
+            self._client.generate(
+                request_id=self._session_id, prompt_ids=prompt_ids, sampling_params=params, **image_data
+            )
         )
         try:
             await asyncio.wait({call}, timeout=max(0.0, timeout_s))
@@ -116,14 +141,18 @@ class VerlServerEngine:
             del self._calls[request_id]
         raise EngineUnavailable(f"verl's server did not respond to {request_id} within {timeout_s:.0f} s.")
 
+    async def _decode(self, image: Image) -> Any:
+        """Return an image as a PIL image. Each is decoded once, in a thread."""
+        if image.hash not in self._decoded:
+            self._decoded[image.hash] = await asyncio.to_thread(image.to_pil)
+        return self._decoded[image.hash]
+
     def _collect_statistics(self, output: Any, extra: Mapping[str, Any]) -> str | None:
         """Update the statistics of the trajectory, and return the first weight version that sampled."""
         first, last = _weight_versions(extra)
         self.steps = first if self.steps[0] is None else self.steps[0], self.steps[1] if last is None else last
         if output.num_preempted is not None:
             self.preempted = (self.preempted or 0) + output.num_preempted
-        if output.routed_experts is not None:
-            self.routed_experts = output.routed_experts
         for name in SPECULATION_COUNTERS:
             if name in extra:
                 self.counters[name] = self.counters.get(name, 0) + int(extra[name])
@@ -151,7 +180,7 @@ def _logprobs(logprobs: Sequence[float] | None, ids: list[int], finish: FinishTy
         raise EngineUnavailable("verl's server returned no log-probabilities, although they were requested.")
     try:
         _, aligned = align_logprobs(ids, [float(value) for value in logprobs or ()], finish)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # a value may be None
         raise EngineUnavailable(f"verl's server returned {error}.") from error
     del ids[len(aligned) :]
     return aligned

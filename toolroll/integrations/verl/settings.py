@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -50,7 +50,11 @@ class AgentSettings(BaseModel):
     limits: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Limits`."""
     model_format: str | None = None
-    """Chat format of the model. By default, it is derived from the tokenizer."""
+    """Chat format of the model. By default, it is found by the chat template."""
+    tool_prompt: Literal["hermes"] | None = None
+    """`hermes` for a model whose chat template does not show tools: the system message lists them."""
+    thinking: Literal["keep", "strip"] | None = None
+    """Whether the reasoning of earlier turns stays in the prompt. By default as the chat template does it."""
     rewards: RewardWeights | None = None
     """Weights with which the agent loop computes the score, excluding samples without one. By default, verl's reward
     loop computes the score."""

@@ -1,0 +1,6 @@
+"""`python -m toolroll`."""
+
+from toolroll.cli.app import main
+
+if __name__ == "__main__":
+    main()
