@@ -44,7 +44,8 @@ def view(
         command = [sys.executable, "-m", "toolroll.cli", "view", str(directory.absolute()), "--mask-str", mask_str]
         command += ["--tokenizer", tokenizer] if tokenizer else []
         command += ["--follow"] if follow else []
-        WebViewer(command, port, lambda url: output.echo(f"{url}\nPress Ctrl+C to stop.")).run()
+        title = f"{directory.absolute().name} · toolroll view"
+        WebViewer(command, title, port, lambda url: output.echo(f"{url}\nPress Ctrl+C to stop.")).run()
         return
     from toolroll.viewer.app import RolloutViewer
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from toolroll.errors import ConfigError, MissingExtra
 
@@ -28,6 +29,11 @@ CONTENT_SECURITY_POLICY = (
     "style-src 'self' 'unsafe-inline'; img-src 'self' data:; font-src 'self' data:; connect-src 'self' ws:"
 )
 """Forbids the page to load anything from other hosts."""
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#16181d"/>'
+    '<path d="M3 5l3 3-3 3M8 12h5" fill="none" stroke="#e5a550" stroke-width="2"/></svg>'
+)
+"""Icon of the page: a prompt of a terminal."""
 
 
 class WebViewer(Server):
@@ -35,12 +41,15 @@ class WebViewer(Server):
 
     Args:
         command: Command that runs the viewer.
+        title: Title of the page.
         port: Port to listen on.
         on_ready: Called with the URL once the server accepts connections.
     """
 
-    def __init__(self, command: Sequence[str], port: int, on_ready: Callable[[str], None]) -> None:
-        super().__init__(shlex.join(command), host=WEB_HOST, port=port, title="toolroll view")
+    def __init__(self, command: Sequence[str], title: str, port: int, on_ready: Callable[[str], None]) -> None:
+        # The template of the base class has no title, loads a font from another host and does not take the focus.
+        templates = Path(__file__).parent / "templates"
+        super().__init__(shlex.join(command), host=WEB_HOST, port=port, title=title, templates_path=templates)
         self.key = secrets.token_urlsafe(24)
         self._on_ready = on_ready
 
@@ -72,8 +81,12 @@ class WebViewer(Server):
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
+        app.router.add_get("/favicon.ico", self._send_icon)
         app.middlewares.append(self._authorize)
         return app
+
+    async def _send_icon(self, request: web.Request) -> web.Response:
+        return web.Response(text=ICON, content_type="image/svg+xml")
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
