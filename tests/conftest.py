@@ -16,6 +16,7 @@ import toolroll
 if TYPE_CHECKING:
     from ray_nodes import NetnsNodes
     from real_engine import RealEngine
+    from tmux_terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
 FIGURE_PROPERTY = "figure"
@@ -103,6 +104,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def root() -> Path:
     """Return the checkout, which has the examples, docs and benchmarks."""
     return ROOT
+
+
+@pytest.fixture
+def terminal(request: pytest.FixtureRequest) -> Iterator["Terminal"]:
+    """Open a terminal of 80 × 24."""
+    from tmux_terminal import open_terminal
+
+    with open_terminal(request.node.nodeid) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tmux_terminal import Terminal
 
 from toolroll.cli.run_display import (
     RateMeter,
+    StartingPhase,
     format_duration,
     format_percent,
     status_line,
@@ -198,6 +201,32 @@ def test_panel_in_a_terminal(config: Path) -> None:
 
 
 @pytest.mark.process
+def test_panel_is_whole_after_ctrl_c(config: Path, terminal: Terminal) -> None:
+    """Ctrl+C is not echoed, as it would shift the lines that are redrawn and leave a border behind."""
+    arguments = ("engine.options.delay=0.5", "max_in_flight=1")
+    terminal.run(str(COMMAND), "run", config.name, *arguments, folder=config.parent)
+    terminal.sees("1 of 20")
+    terminal.press("C-c")
+    terminal.sees("To resume, run the same command again:", "exit status 130")
+    everything = terminal.scrolled
+    assert "Stopping; completed samples are saved." in everything
+    assert (everything.count("╭"), everything.count("╰")) == (1, 1), everything
+    assert "^C" not in everything
+
+
+@pytest.mark.process
+def test_phases_before_the_run_are_named(config: Path, terminal: Terminal) -> None:
+    """A server that accepts connections and does not answer is one that still loads its model."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        engine = ("engine.kind=sglang", f"engine.urls={url}", "engine.options={}")
+        terminal.run(str(COMMAND), "run", config.name, *engine, "model=none", folder=config.parent)
+        terminal.sees("Waiting for the engine, 0:0")
+    done = toolroll(config, "n=1", "data.limit=1")
+    assert done.stdout.startswith("Checking the data …\nLoading the tools …\nLoading the tokenizer …\n")
+
+
+@pytest.mark.process
 def test_exit_status_is_1_if_all_trajectories_failed(config: Path) -> None:
     script = (
         "import sys; from toolroll.run import sample_worker; sample_worker.SAMPLE_RETRY_DELAYS_S = ()\n"
@@ -341,6 +370,27 @@ def test_unreachable_services_are_shown_and_the_estimate_pauses() -> None:
     assert "left" not in panel
     assert "left" in render(status_panel("run.yaml", status(), RunRates()))
     assert "engine unreachable for 2:10" in status_line(dead, RunRates())
+
+
+def test_wait_for_the_first_answer_is_shown() -> None:
+    for waiting in (status(done=0, seconds=12.0), status(done=0, seconds=12.0, total=None)):
+        assert "waiting for the engine's first answer, 0:12" in render(status_panel("run", waiting, RunRates()))
+        assert "waiting for the engine's first answer, 0:12" in status_line(waiting, RunRates())
+    for other in (
+        status(done=0, seconds=12.0, tokens=5),
+        status(done=0, seconds=12.0, running=0),
+        status(done=0, seconds=12.0, unreachable={"engine": 9.0}),
+        status(done=1, seconds=12.0),
+    ):
+        assert "first answer" not in render(status_panel("run", other, RunRates()))
+
+
+def test_time_of_a_phase_is_shown_if_it_takes_long() -> None:
+    now = 100.0
+    phase = StartingPhase("Waiting for the engine", clock=lambda: now)
+    assert render(phase) == "Waiting for the engine …\n"
+    now += 12
+    assert render(phase) == "Waiting for the engine, 0:12\n"
 
 
 def test_rates_are_shown_before_the_first_trajectory_has_ended() -> None:

@@ -169,6 +169,22 @@ def test_doctor_checks_servers(toolroll: Any) -> None:
         assert checks[name]["detail"] == f"{dead} is unreachable"
 
 
+def test_call_without_a_sandbox_says_at_once_what_it_waits_for(root: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "toolroll", "tools", "call", "examples/sandbox_fusion/tool_config.yaml"]
+    process = subprocess.Popen(
+        [*command, "code_interpreter", '{"code": "1"}'],
+        stderr=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "SANDBOX_FUSION_URL": url},
+    )  # fmt: skip
+    assert process.stderr is not None
+    first_lines = [process.stderr.readline(), process.stderr.readline()]
+    assert process.poll() is None, "the call still waits"
+    process.kill()
+    process.communicate()
+    wanted = f"Cannot connect to the sandbox at {url}. Trying again for 30 s. To start one: toolroll sandbox serve\n"
+    assert wanted in first_lines
+
+
 def test_doctor_checks_a_model(toolroll: Any, tmp_path: Path) -> None:
     small_tokenizer.make(chat_template=TEMPLATE).save_pretrained(tmp_path / "with tools")
     small_tokenizer.make(chat_template=small_tokenizer.CHATML_TEMPLATE).save_pretrained(tmp_path / "without tools")

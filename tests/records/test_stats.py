@@ -146,6 +146,7 @@ def test_many_steps_are_merged_into_ranges() -> None:
 def test_error_kind_ignores_names_and_numbers() -> None:
     assert error_kind("\n  http://10.0.0.1:80: no answer after 3.5 s\nTraceback") == "http://N.N:N: no answer after N s"
     assert error_kind('no `x` and "y"') == "no '…' and '…'"
+    assert error_kind("calc_gsm8k_reward failed 3 times") == "calc_gsm8k_reward failed N times", "digits of a name"
     assert error_kind("") == "(no message)"
     assert len(error_kind("word " * 1000)) == 100
 

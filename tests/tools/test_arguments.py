@@ -82,6 +82,7 @@ def test_any_text_is_valid_or_rejected_in_one_line(text: str) -> None:
         ('{"city": "Rome"', "invalid JSON: expecting ',' delimiter at line 1, column 16"),
         ('{"city": NaN}', "NaN is not a JSON number"),
         ('{"city": "Rome", "step": 1e999}', "1e999 is not a JSON number"),
+        ('{"city": "Ro', "invalid JSON: unterminated string starting at line 1, column 10"),
         ('{"city": "R\\ud800"}', "invalid JSON"),
         ('["Rome"]', "expected a JSON object, got an array."),
         ("null", "expected a JSON object, got null."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -48,6 +49,18 @@ def replace_lone_surrogates_in_json(value: Any) -> Any:
             clean = replace_lone_surrogates_in_json
             return {clean(key): clean(item) for key, item in value.items()}
     return value
+
+
+def json_error_text(error: json.JSONDecodeError) -> str:
+    """Return the message of a JSON error for a sentence that goes on with "at".
+
+    >>> try:
+    ...     json.loads('{"a": "b')
+    ... except json.JSONDecodeError as error:
+    ...     json_error_text(error)
+    'unterminated string starting'
+    """
+    return error.msg.lower().removesuffix(" at")
 
 
 def hide_credentials(text: str, shown: str = "***@") -> str:

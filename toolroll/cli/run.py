@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import termios
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ import typer
 from rich.live import Live
 
 from toolroll.cli import output
-from toolroll.cli.run_display import RateMeter, status_line, status_panel, summary_tables
+from toolroll.cli.run_display import RateMeter, StartingPhase, status_line, status_panel, summary_tables
 from toolroll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,12 +80,17 @@ async def follow(config: RunConfig, console: output.SafeConsole, title: str) -> 
     from toolroll.run.run import Run
 
     rate_meter, next_line_at = RateMeter(), 0.0
-    display = Live("Starting …", console=console, refresh_per_second=4)
-    with _stop_signal() as stopped, display if console.is_terminal else contextlib.nullcontext() as live:
-        show = live.update if live is not None else _ignore
-        show("Checking the data, the engine and the sandbox …")
-        await check(config)
-        show("Connecting to Ray …" if config.cluster else "Loading the tokenizer and the tools …")
+    with _stop_signal() as stopped, _live_display(console) as live:
+
+        def show_phase(name: str) -> None:
+            if live is not None:
+                live.update(StartingPhase(name))
+            else:
+                _print(console, f"{name} …")
+
+        await check(config, show_phase)
+        model = "model" if config.engine.kind == "transformers" else "tokenizer"
+        show_phase("Connecting to Ray" if config.cluster else f"Loading the {model}")
         async with Run(config) as run:
             if run.retried:
                 _print(console, f"{run.retried:,} samples failed before and are attempted again.")
@@ -110,8 +116,31 @@ async def follow(config: RunConfig, console: output.SafeConsole, title: str) -> 
     return status, stopped.result() if stopped.done() else 0
 
 
-def _ignore(text: str) -> None:
-    pass
+@contextlib.contextmanager
+def _live_display(console: output.SafeConsole) -> Iterator[Live | None]:
+    """Yield a display that is redrawn in place, or None if the output is not a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    with _hidden_control_keys(), Live("", console=console, refresh_per_second=4) as live:
+        yield live
+
+
+@contextlib.contextmanager
+def _hidden_control_keys() -> Iterator[None]:
+    """Keep the terminal from writing ^C behind the panel, which would shift the lines that are redrawn."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    local_modes = 3
+    quiet = [*before]
+    quiet[local_modes] &= ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolroll.run.status import RunRates, RunSnapshot, seconds_left
+from toolroll.viewer.formatting import plural
 
 MIN_RATE_WINDOW_S = 15.0
 """Minimum time over which rates are averaged."""
@@ -23,11 +25,23 @@ RATE_WINDOW_TRAJECTORIES = 2.0
 """Minimum window in mean trajectory durations: trajectories start and end in batches."""
 RATE_WINDOW_SNAPSHOTS = 60
 """Approximate number of snapshots to keep."""
-MIN_SHOWN_OUTAGE_S = 2.0
-"""Outages that are shorter are not shown."""
+MIN_SHOWN_WAIT_S = 2.0
+"""Outages and waits that are shorter are not shown."""
 LABEL_COLUMNS = 8
 """Width of the labels at the left."""
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+
+
+class StartingPhase:
+    """Description of a phase before the run, with the time since it started once that takes long."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock, self._start = name, clock, clock()
+
+    def __rich__(self) -> Text:
+        """Return the text for a refresh of the display."""
+        elapsed = self._clock() - self._start
+        return Text(f"{self._name} …" if elapsed < MIN_SHOWN_WAIT_S else f"{self._name}, {format_duration(elapsed)}")
 
 
 class RateMeter:
@@ -86,6 +100,8 @@ def status_line(status: RunSnapshot, rates: RunRates) -> str:
         f"reward {_mean_reward(status.aggregates)}",
     ]
     parts += _unreachable(status)
+    if wait := _first_wait(status):
+        parts.append(wait)
     if status.limit is not None:
         parts.append(f"in flight {_in_flight(status)}")
     faults = {kind: count for kind, count in status.aggregates.get("faults", {}).items() if count}
@@ -122,6 +138,8 @@ def _details(status: RunSnapshot) -> Iterable[tuple[str, Text]]:
         yield "workers", Text(f"{status.workers}{lost}")
     for problem in _unreachable(status):
         yield "", Text(problem, style="red")
+    if wait := _first_wait(status):
+        yield "", Text(wait, style="yellow")
     if aggregates.get("finish_reasons"):
         yield "ended by", Text(format_counts(aggregates["finish_reasons"]))
     faults: Mapping[str, int] = aggregates.get("faults", {})
@@ -139,8 +157,16 @@ def _unreachable(status: RunSnapshot) -> list[str]:
     return [
         f"{name} unreachable for {format_duration(seconds)}"
         for name, seconds in status.unreachable.items()
-        if seconds >= MIN_SHOWN_OUTAGE_S
+        if seconds >= MIN_SHOWN_WAIT_S
     ]
+
+
+def _first_wait(status: RunSnapshot) -> str | None:
+    """Return a description of the wait for the engine's first answer, if it takes long."""
+    is_waiting = status.running and not status.tokens and not _has_finished_trajectories(status)
+    if not is_waiting or status.seconds < MIN_SHOWN_WAIT_S or _unreachable(status):
+        return None
+    return f"waiting for the engine's first answer, {format_duration(status.seconds)}"
 
 
 def _most_common_error(aggregates: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -201,7 +227,8 @@ def summary_tables(status: RunSnapshot) -> RenderableType:
     """Return a table of the outcomes and a table of the durations."""
     aggregates = status.aggregates
     duration = format_duration(status.seconds)
-    title = f"{aggregates['trajectories']:,} trajectories of {aggregates['prompts']:,} prompts in {duration}"
+    trajectories = plural(aggregates["trajectories"], "trajectory", "trajectories")
+    title = f"{trajectories} of {plural(aggregates['prompts'], 'prompt')} in {duration}"
     if status.resumed:
         title += f", {status.resumed:,} of them resumed"
     outcomes = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)

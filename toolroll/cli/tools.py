@@ -102,8 +102,30 @@ def call(
 async def _call(tool: BaseTool[Any], arguments: str, create_kwargs: dict[str, Any]) -> tuple[ToolResult, float]:
     from toolroll.tools.instance import ToolInstance
 
+    warning = asyncio.create_task(_warn_of_missing_sandbox(tool))
     async with ToolInstance(tool, create_kwargs=create_kwargs) as instance:
-        return await instance.execute(arguments), await instance.calc_reward()
+        result = await instance.execute(arguments), await instance.calc_reward()
+    warning.cancel()
+    return result
+
+
+async def _warn_of_missing_sandbox(tool: BaseTool[Any]) -> None:
+    """Print a message at once if the call will wait for a sandbox that is not there."""
+    from toolroll._internal.text import hide_credentials
+    from toolroll.run.preflight import is_reachable
+    from toolroll.sandbox.client import QUEUE_ALLOWANCE_S
+    from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
+
+    if not isinstance(tool, SandboxFusionTool):
+        return
+    urls = tool.settings.sandbox_fusion_url
+    if not any(await asyncio.gather(*map(is_reachable, urls))):
+        where = hide_credentials(", ".join(urls))
+        output.echo(
+            f"Cannot connect to the sandbox at {where}. Trying again for {QUEUE_ALLOWANCE_S:.0f} s. "
+            "To start one: toolroll sandbox serve",
+            err=True,
+        )
 
 
 def _load_tools(config: Path) -> list[BaseTool[Any]]:

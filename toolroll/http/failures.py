@@ -65,7 +65,7 @@ def failure_from_exception(error: Exception) -> AttemptFailed:
             return error
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
             number = getattr(error, "errno", None) or 0  # negative for errors of name resolution
-            reason = f"{os.strerror(number)} ({error})" if number > 0 else detail
+            reason = os.strerror(number) if number > 0 else detail
             return AttemptFailed(f"can't be reached: {reason}", retryable=True, endpoint_down=True)
         case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError():
             return AttemptFailed(f"connection lost: {detail}", retryable=True, processed=True)

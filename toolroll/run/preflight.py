@@ -42,19 +42,27 @@ SIGNS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Paths that only one kind of server has, with a check of the answer."""
 
 
-async def check(config: RunConfig) -> None:
+async def check(config: RunConfig, on_phase: Callable[[str], None] = lambda _: None) -> None:
     """Check the first rows of the data, and that the engine and the sandboxes are there and are what they should be.
 
     Servers of a run on a cluster only cause a warning, because the workers' network may differ from this machine's.
+
+    Args:
+        config: Configuration of the run.
+        on_phase: Called with a description of each check before it starts.
 
     Raises:
         ConfigError: If the data cannot be used, no server of the engine or of a sandbox tool is reachable, or a server
             is another one.
     """
+    on_phase("Checking the data")
     PromptRows(config.data).check()
+    on_phase("Loading the tools")
     for tool in sandbox_tools(config):
+        on_phase("Waiting for the sandbox")
         await _check_servers(config, tool.name, "sandbox", _as_list(tool.settings.sandbox_fusion_url))
     if config.engine.kind in SERVER_KINDS:  # the URLs of a custom engine class may mean anything
+        on_phase("Waiting for the engine")
         await _check_servers(config, "engine", config.engine.kind, _as_list(config.engine.urls))
 
 

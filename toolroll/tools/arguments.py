@@ -25,7 +25,7 @@ from referencing import Resource
 from referencing.exceptions import CannotDetermineSpecification, Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from toolroll._internal.text import shorten_middle
+from toolroll._internal.text import json_error_text, shorten_middle
 from toolroll.errors import ConfigError, InvalidArguments
 
 MAX_ERRORS_REPORTED = 3
@@ -109,7 +109,7 @@ class ArgumentValidator:
             context = json.dumps(text[max(0, error.pos - 10) : error.pos + 10], ensure_ascii=False)
             where = f"line {error.lineno}, column {error.colno}"
             near = shorten_middle(context, MAX_QUOTED_VALUE_CHARS)
-            raise self._invalid(f"invalid JSON: {error.msg.lower()} at {where}, near {near}") from error
+            raise self._invalid(f"invalid JSON: {json_error_text(error)} at {where}, near {near}") from error
         except RecursionError as error:
             raise self._invalid(_TOO_DEEP) from error
         except ValueError as error:  # NaN, a lone surrogate, or more digits than Python converts

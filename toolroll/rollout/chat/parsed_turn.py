@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from toolroll._internal.text import replace_lone_surrogates_in_json
+from toolroll._internal.text import json_error_text, replace_lone_surrogates_in_json
 from toolroll.schemas import JsonDict
 
 Tools = Sequence[Mapping[str, Any]]
@@ -174,7 +174,7 @@ def json_problem(raw: str) -> str | None:
     except json.JSONDecodeError as error:
         excerpt = raw[max(0, error.pos - JSON_ERROR_CONTEXT_CHARS) : error.pos + JSON_ERROR_CONTEXT_CHARS]
         near = json.dumps(excerpt, ensure_ascii=False)
-        location = f"{error.msg.lower()} at line {error.lineno}, column {error.colno}, near {near}"
+        location = f"{json_error_text(error)} at line {error.lineno}, column {error.colno}, near {near}"
     except RecursionError:
         location = "it is nested too deeply"
     except ValueError as error:  # a constant, or an integer with more digits than Python converts
