@@ -55,7 +55,7 @@ def test_toolroll_record_turn_by_turn(tmp_path: Path) -> None:
     thinking, text, called, fault = found[2:6]
     assert thinking.folded
     assert "I should compute" in thinking.text
-    assert text.title == "assistant · turn 1"
+    assert text.title == "assistant · turn 0"
     assert "tokens" in text.detail
     assert (called.title, called.language) == ("call code_interpreter", "python")
     assert called.text.startswith("shelf = 48")
@@ -65,6 +65,18 @@ def test_toolroll_record_turn_by_turn(tmp_path: Path) -> None:
     detail = fault.detail.replace("\u00a0", " ")
     assert all(word in detail for word in ("queued", "ran", "ms", "reward -0.05"))
 
+
+
+def test_turns_are_numbered_as_in_the_record(tmp_path: Path) -> None:
+    sample = next(sample for sample in samples(write_toolroll_run(tmp_path, steps=[1])) if len(sample.calls) == 2)
+    recorded = [turn["turn"] for turn in sample.turns]
+    assert recorded == [0, 1, 2]
+    titles = [block.title for block in conversation(sample).blocks if block.kind is BlockKind.ASSISTANT]
+    assert titles == [f"assistant · turn {turn}" for turn in recorded]
+    tables = {block.title: block.text.splitlines() for block in rewards_document(sample).blocks}
+    assert [int(row.split()[0]) for row in tables["turns"][1:]] == recorded
+    assert [int(row.split()[1]) for row in tables["tool calls"][1:]] == [call["turn"] for call in sample.calls]
+    assert [row.split()[:2] for row in tables["rewards by turn"]] == [["turn", "0"], ["turn", "1"]]
 
 def test_infra_fault_is_distinguished(tmp_path: Path) -> None:
     broken = next(
@@ -147,7 +159,7 @@ def test_assistant_messages_in_prompt_are_marked() -> None:
         ],
         turns=[{"turn": 0}],
     )
-    assert [block.title for block in found[:4]] == ["user", "assistant · in the prompt", "user", "assistant · turn 1"]
+    assert [block.title for block in found[:4]] == ["user", "assistant · in the prompt", "user", "assistant · turn 0"]
 
 
 def test_thinking_without_opening_tag_and_content_parts() -> None:

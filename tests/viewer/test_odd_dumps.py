@@ -90,7 +90,7 @@ async def test_five_megabyte_field_stays_responsive(tmp_path: Path) -> None:
     async with viewing(tmp_path) as user:
         began = time.process_time()
         await user.press("n")
-        await user.sees("sample 2 of 3", "▸ assistant · turn 1")
+        await user.sees("sample 2 of 3", "▸ assistant · turn 0")
         await user.press("enter", "G")
         await user.sees("more characters (press z or click to show)")
         await user.press("z", "j", "G", "s", "s")

@@ -66,7 +66,7 @@ class _ConversationRenderer:
         written = sum(message.get("role") == "assistant" for message in self._messages)
         recorded = {str(turn.get("turn")) for turn in record.turns}
         self._turn = len(recorded) - written if recorded else 0
-        """Number of the next assistant message, negative for those in the prompt."""
+        """Turn of the next assistant message, from 0 as in the record, negative for those in the prompt."""
         self._pending: list[_ToolUse] = []
         """Calls of the last assistant message. Their results follow it."""
 
@@ -114,7 +114,7 @@ class _ConversationRenderer:
 
     def _with_turn_title(self, blocks: list[Block], turn: int) -> list[Block]:
         """Put the turn and its timings into the title of the first text block, adding an empty one if there is none."""
-        title = f"assistant · turn {turn + 1}" if turn >= 0 else "assistant · in the prompt"
+        title = f"assistant · turn {turn}" if turn >= 0 else "assistant · in the prompt"
         detail = self._turn_detail(turn)
         for index, block in enumerate(blocks):
             if block.kind is BlockKind.ASSISTANT:

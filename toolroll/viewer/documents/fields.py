@@ -98,7 +98,7 @@ _CALL_TABLE_HEADER = ("tool", "turn", "fault", "time", "queued", "ran", "attempt
 def rewards_document(record: Record, clean: Clean = sanitize) -> Document:
     """Return the rewards of a sample by component, and the timings of its turns and calls."""
     given, steps = record.rewards, record.rewards.get("steps")
-    by_turn = {f"turn {turn}": value for turn, value in enumerate(steps, 1)} if isinstance(steps, list) else {}
+    by_turn = {f"turn {turn}": value for turn, value in enumerate(steps)} if isinstance(steps, list) else {}
     extras = {
         name: value
         for name, value in record.fields.items()
@@ -130,20 +130,20 @@ def _turn_row(turn: Mapping[str, Any]) -> Sequence[str]:
     words = [_word(turn.get(name), 20) for name in ("finish", "weight_version")]
     durations = [formatting.seconds(number(timings.get(name))) for name in ("total", "queue")]
     counts = [_number(timings.get(name)) for name in ("cached_tokens", "attempts")]
-    return [_turn_number(turn), _number(turn.get("tokens")), *words, *durations, *counts]
+    return [_turn(turn), _number(turn.get("tokens")), *words, *durations, *counts]
 
 
 def _call_row(call: Mapping[str, Any]) -> Sequence[str]:
     metrics = as_mapping(call.get("metrics"))
-    words = [_word(call.get("tool"), 24), _turn_number(call), _word(call.get("fault"), 10)]
+    words = [_word(call.get("tool"), 24), _turn(call), _word(call.get("fault"), 10)]
     durations = [call.get("seconds"), metrics.get("queue_wait"), metrics.get("execution_time")]
     numbers = [_number(metrics.get("attempts")), _number(call.get("reward"))]
     return [*words, *(formatting.seconds(number(duration)) for duration in durations), *numbers]
 
 
-def _turn_number(entry: Mapping[str, Any]) -> str:
+def _turn(entry: Mapping[str, Any]) -> str:
     turn = entry.get("turn")
-    return str(turn + 1) if isinstance(turn, int) else "?"
+    return str(turn) if isinstance(turn, int) else "?"
 
 
 def _word(value: Any, max_chars: int) -> str:

@@ -175,7 +175,7 @@ class TokenView(ScrollView, can_focus=True, inherit_bindings=False):
             (text, shown.style),
             (f"  {mask}    ", "good" if mask else "dim"),
             (f"{span.author.value if span else '':<7}", ""),
-            (f"{span.turn + 1 if span else '':>4}  ", "dim"),
+            (f"{span.turn if span else '':>4}  ", "dim"),
         ]
         if mask and tokens.logprobs is not None:
             logprob = tokens.logprobs[token]
