@@ -66,7 +66,6 @@ def test_toolroll_record_turn_by_turn(tmp_path: Path) -> None:
     assert all(word in detail for word in ("queued", "ran", "ms", "reward -0.05"))
 
 
-
 def test_turns_are_numbered_as_in_the_record(tmp_path: Path) -> None:
     sample = next(sample for sample in samples(write_toolroll_run(tmp_path, steps=[1])) if len(sample.calls) == 2)
     recorded = [turn["turn"] for turn in sample.turns]
@@ -77,6 +76,7 @@ def test_turns_are_numbered_as_in_the_record(tmp_path: Path) -> None:
     assert [int(row.split()[0]) for row in tables["turns"][1:]] == recorded
     assert [int(row.split()[1]) for row in tables["tool calls"][1:]] == [call["turn"] for call in sample.calls]
     assert [row.split()[:2] for row in tables["rewards by turn"]] == [["turn", "0"], ["turn", "1"]]
+
 
 def test_infra_fault_is_distinguished(tmp_path: Path) -> None:
     broken = next(

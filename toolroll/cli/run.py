@@ -18,6 +18,7 @@ import typer
 from rich.live import Live
 
 from toolroll.cli import output
+from toolroll.cli.completion import complete_setting
 from toolroll.cli.run_display import RateMeter, StartingPhase, status_line, status_panel, summary_tables
 from toolroll.errors import ConfigError
 
@@ -35,7 +36,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run(
     config: Annotated[Path, typer.Argument(help="Config file of the run (YAML).")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file, e.g. n=8.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings that override the file, e.g. n=8.",
+            autocompletion=complete_setting,
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON to stdout, and the progress to stderr.")

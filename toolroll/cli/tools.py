@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from toolroll.cli import output
+from toolroll.cli.completion import silenced
 from toolroll.errors import ConfigError, Fault, fault_of, unknown_name
 from toolroll.viewer.formatting import plural
 
@@ -25,6 +26,13 @@ app = typer.Typer(help="List the tools of a config file, print their schemas, or
 
 Config = Annotated[Path, typer.Argument(help="Path of a tool config (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _complete_name(context: typer.Context, incomplete: str) -> list[str]:
+    names: list[str] = []
+    with silenced():
+        names = [tool.name for tool in _load_tools(context.params["config"])]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 @app.command("list")
@@ -44,7 +52,10 @@ def list_(config: Config, as_json: AsJson = False) -> None:
 
 @app.command()
 def schema(
-    config: Config, name: Annotated[str | None, typer.Argument(help="Name of a tool. By default, all tools.")] = None
+    config: Config,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of a tool. By default, all tools.", autocompletion=_complete_name)
+    ] = None,
 ) -> None:
     """Print the schema of a tool, as the model sees it."""
     if name is None:
@@ -56,7 +67,7 @@ def schema(
 @app.command()
 def call(
     config: Config,
-    name: Annotated[str, typer.Argument(help="Name of the tool.")],
+    name: Annotated[str, typer.Argument(help="Name of the tool.", autocompletion=_complete_name)],
     arguments: Annotated[
         str, typer.Argument(help="Arguments as JSON, as a model would write them. Use - to read them from stdin.")
     ] = "{}",

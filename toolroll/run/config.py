@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from yaml import YAMLError
 
 from toolroll.errors import ConfigError, explain, unknown_name
@@ -180,17 +181,17 @@ class RunConfig(_StrictModel):
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
-            raise ConfigError(f"{file}: {explain(error, _keys(cls))}") from error
+            raise ConfigError(f"{file}: {explain(error, setting_fields(cls))}") from error
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the names of all settings, with dots for nested ones."""
-    keys = []
+def setting_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the fields of all settings by key, with dots for nested ones."""
+    fields = {}
     for name, field in model.model_fields.items():
-        keys.append(prefix + name)
+        fields[prefix + name] = field
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _keys(field.annotation, f"{prefix}{name}.")
-    return keys
+            fields |= setting_fields(field.annotation, f"{prefix}{name}.")
+    return fields
 
 
 def _resolve(config: Any, directory: Path) -> dict[str, Any]:
