@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import scaled
 
-from toolroll import BaseTool, InfraFault, PolicyFault, ToolInstance, ToolResponse
+from toolroll import BaseTool, Gsm8kTool, InfraFault, PolicyFault, ToolInstance, ToolResponse
 from toolroll.errors import DuplicateInstance, InvalidArguments, ToolContractError
 
 pytestmark = pytest.mark.virtual_time
@@ -305,3 +305,11 @@ async def test_lenient_create_and_strict_rewards() -> None:
         with pytest.raises(ToolContractError, match=r"Invalid reward from 'probe': \[1\.0\]"):
             await instance.calc_reward()
     assert tool.released == {"custom-id": 1}
+
+
+async def test_final_reward_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "toolroll")
+    async with ToolInstance(Gsm8kTool(), "a", create_kwargs={"ground_truth": "72"}) as instance:
+        await instance.execute({"answer": "72"})
+        await instance.calc_reward()
+    assert caplog.messages == ["tool_reward_scores: tool 'calc_gsm8k_reward', instance a: 1"]

@@ -1,5 +1,6 @@
 """Tests of loading tools from a YAML file."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import yaml
 
 from toolroll import BaseTool, ConfigError, ToolInstance, initialize_tools_from_config
 from toolroll.tools.gsm8k_tool import Gsm8kTool
+from toolroll.tools.registry import ToolType, get_tool_class
 
 HERE = """
 from typing import Any
@@ -110,6 +112,38 @@ def test_verl_class_names_load_replacements(tmp_path: Path) -> None:
         tmp_path, {"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}]}
     )
     assert isinstance(checker, Gsm8kTool)
+
+
+def test_tool_class_is_found_by_name() -> None:
+    for name in ("verl.tools.gsm8k_tool.Gsm8kTool", "toolroll.tools.gsm8k_tool.Gsm8kTool", "toolroll.Gsm8kTool"):
+        assert get_tool_class(name) is Gsm8kTool
+    shout = get_tool_class("here.shout")
+    assert shout(config={"type": ToolType("native")}, tool_schema=None).name == "shout"
+    for name in ("here.whisper", "pathlib.Path", "here.Nothing"):
+        with pytest.raises(ConfigError):
+            get_tool_class(name)
+    with pytest.raises(ValueError, match="mcp"):
+        ToolType("mcp")
+
+
+def test_null_keywords_of_original_schema_are_dropped(tmp_path: Path) -> None:
+    """Configs and dumps of the original have `enum: null`, which is not valid JSON Schema."""
+    properties = {"text": {"type": "string", "description": "The text.", "enum": None}}
+    parameters = {"type": "object", "properties": properties, "required": ["text"]}
+    function = {"name": "echo", "description": "Say it again.", "parameters": parameters, "strict": False}
+    entry = {**ECHO, "tool_schema": {"type": "function", "function": function}}
+    (echo,) = load(tmp_path, {"tools": [entry]})
+    assert "enum: null" in (tmp_path / "tools.yaml").read_text()
+    del properties["text"]["enum"]
+    assert echo.tool_schema.model_dump() == {"type": "function", "function": function}
+    assert "enum" not in echo.tool_schema.model_dump_json()
+    assert echo.arguments.parse('{"text": "ho"}') == {"text": "ho"}
+
+
+def test_loaded_tools_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "toolroll")
+    load(tmp_path, {"tools": [ECHO, {"class_name": "here.shout"}]})
+    assert caplog.messages == [f"Initialize tools from configuration {tmp_path / 'tools.yaml'}: echo, shout"]
 
 
 def test_hundreds_of_tools_load(tmp_path: Path) -> None:

@@ -17,8 +17,18 @@ from sandbox.fault_server import FaultServer, answer
 from sandbox.proxy import Proxy
 from sandbox.serving import serving
 
-from toolroll.errors import ConfigError, Fault, InfraFault, PolicyFault, SandboxRefused, SlotTimeout, fault_of
+from toolroll.errors import (
+    ConfigError,
+    Fault,
+    InfraFault,
+    InvalidArguments,
+    PolicyFault,
+    SandboxRefused,
+    SlotTimeout,
+    fault_of,
+)
 from toolroll.limiter.registry import get_limiter
+from toolroll.sandbox.limited import LimitedSandbox
 from toolroll.tools.base_tool import ToolResult
 from toolroll.tools.instance import ToolInstance
 from toolroll.tools.registry import initialize_tools_from_config
@@ -249,6 +259,31 @@ async def test_unknown_create_kwargs_and_arguments_are_ignored(tool: SandboxFusi
 
 
 # Parameters of the schema
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("code", [5, 1.5, None, ["print(1)"], {"a": 1}])
+async def test_code_that_is_not_text(code: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool converts the code to text, as the original did. The default schema rejects it before that."""
+    programs = []
+
+    async def run(self: LimitedSandbox, code: str, *args: Any, **options: Any) -> None:
+        programs.append(code)
+        raise InfraFault("no sandbox")
+
+    monkeypatch.setattr(LimitedSandbox, "run", run)
+    config = {"sandbox_fusion_url": "http://x:1"}
+    tool = SandboxFusionTool(config)
+    instance_id, _ = await tool.create()
+    with pytest.raises(InfraFault, match="no sandbox"):
+        await tool.execute(instance_id, {"code": code})
+    async with ToolInstance(with_schema(config, code={"description": "Code of any type."})) as instance:
+        with pytest.raises(InfraFault, match="no sandbox"):
+            await instance.execute({"code": code})
+    async with ToolInstance(tool) as instance:
+        with pytest.raises(InvalidArguments, match="'code' must be a string, not "):
+            await instance.execute({"code": code})
+    assert programs == [str(code)] * 2
 
 
 async def test_schema_with_language_and_timeout(sandbox_url: str) -> None:

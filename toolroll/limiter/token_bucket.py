@@ -111,6 +111,10 @@ class TokenBucketWorker:
         self._ledger.divide(time.monotonic())
         return tuple(self._ledger.status())
 
+    async def get_current_count(self) -> int:
+        """Return the number of slots in use, over all processes."""
+        return LimiterStatus(*await self.status()).in_use
+
     async def pid(self) -> int:
         """Return the process id of the actor."""
         return os.getpid()

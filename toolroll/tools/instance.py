@@ -132,11 +132,13 @@ class ToolInstance:
         """
         self._check_open()
         try:
-            return as_reward(self.tool.name, await _await_tool(self.tool.calc_reward(self.id, **kwargs)))
+            reward = as_reward(self.tool.name, await _await_tool(self.tool.calc_reward(self.id, **kwargs)))
         except InfraFault:
             raise
         except Exception as error:
             raise InfraFault(f"calc_reward() of {self.tool.name!r} failed: {type(error).__name__}: {error}") from error
+        logger.debug("tool_reward_scores: tool %r, instance %s: %g", self.tool.name, self.id, reward)
+        return reward
 
     def _check_open(self) -> None:
         if not self.is_open:

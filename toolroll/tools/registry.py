@@ -16,6 +16,8 @@ problem.
 from __future__ import annotations
 
 import inspect
+import logging
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from toolroll.errors import ConfigError, explain, validate
 from toolroll.tools.base_tool import BaseTool
 from toolroll.tools.function_tool import FunctionTool
 
+logger = logging.getLogger(__name__)
+
 VERL_CLASS_ALIASES = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "toolroll.tools.gsm8k_tool.Gsm8kTool",
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "toolroll.tools.sandbox_fusion_tool.SandboxFusionTool",
@@ -39,6 +43,13 @@ VERL_CLASS_ALIASES = {
 # exponentially. A few hundred tools exceed that, and the file is trusted anyway: it names classes to import.
 _HAS_NODE_LIMIT = "max_yaml_expanded_nodes" in inspect.signature(OmegaConf.load).parameters
 _WITHOUT_NODE_LIMIT: dict[str, Any] = {"max_yaml_expanded_nodes": None} if _HAS_NODE_LIMIT else {}
+
+
+class ToolType(StrEnum):
+    """Kinds of tools, which `config.type` states."""
+
+    NATIVE = "native"
+    """A class or function of Python. The default, and the only kind."""
 
 
 class ToolEntry(BaseModel):
@@ -82,6 +93,7 @@ def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool
             first = list(tools).index(tool.name) + 1
             raise ConfigError(f"{where}: tool {first} has the same name, {tool.name!r}. Rename one.")
         tools[tool.name] = tool
+    logger.info("Initialize tools from configuration %s: %s", path, ", ".join(tools) or "none")
     return list(tools.values())
 
 
@@ -142,21 +154,41 @@ def build(entry: ToolEntry) -> BaseTool[Any]:
         ConfigError: If the class cannot be imported, is not a tool, or rejects its settings or schema.
     """
     config = entry.config or {}
-    kind = config.get("type", "native")
-    if kind != "native":
+    kind = config.get("type", ToolType.NATIVE)
+    if kind not in list(ToolType):
         raise ConfigError(f"config.type: unknown type {kind!r}. Use 'native'.")
-    found = import_dotted_path(VERL_CLASS_ALIASES.get(entry.class_name, entry.class_name))
-    if isinstance(found, FunctionTool):
-        return found.with_config(config, entry.tool_schema)
-    if not (isinstance(found, type) and issubclass(found, BaseTool)):
-        is_function = callable(found) and not isinstance(found, type)
-        remedy = "Decorate it with @tool" if is_function else "Derive it from toolroll.BaseTool"
-        raise ConfigError(f"{entry.class_name} is not a tool. {remedy}.")
+    tool_class = get_tool_class(entry.class_name)
+    if isinstance(tool_class, FunctionTool):
+        return tool_class.with_config(config, entry.tool_schema)
     try:
-        return found(config, entry.tool_schema)
+        return tool_class(config, entry.tool_schema)
     except ConfigError:
         raise
     except ValidationError as error:
         raise ConfigError(f"creating the tool failed: {explain(error)}.") from error
     except Exception as error:
         raise ConfigError(f"creating the tool failed: {type(error).__name__}: {error}") from error
+
+
+def get_tool_class(cls_name: str) -> type[BaseTool[Any]] | FunctionTool:
+    """Import a tool class, or a function with `@tool`.
+
+    Args:
+        cls_name: Dotted path. The classes of `VERL_CLASS_ALIASES` are replaced.
+
+    Returns:
+        The class or function. Call it with `config=` and `tool_schema=` to create a tool.
+
+    Raises:
+        ConfigError: If the path cannot be imported or is not a tool.
+
+    Example:
+        >>> get_tool_class("verl.tools.gsm8k_tool.Gsm8kTool")
+        <class 'toolroll.tools.gsm8k_tool.Gsm8kTool'>
+    """
+    found = import_dotted_path(VERL_CLASS_ALIASES.get(cls_name, cls_name))
+    if isinstance(found, FunctionTool) or (isinstance(found, type) and issubclass(found, BaseTool)):
+        return found
+    is_function = callable(found) and not isinstance(found, type)
+    remedy = "Decorate it with @tool" if is_function else "Derive it from toolroll.BaseTool"
+    raise ConfigError(f"{cls_name} is not a tool. {remedy}.")
