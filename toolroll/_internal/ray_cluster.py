@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from toolroll.errors import ConfigError, MissingExtra
@@ -16,6 +17,10 @@ _START_ATTEMPTS = 3
 
 class NoCluster(ConfigError):
     """Raised when no Ray cluster can be reached."""
+
+
+class WrongToken(ConfigError):
+    """Raised when a Ray cluster rejects this process because of its authentication token."""
 
 
 def connect(address: str) -> bool:
@@ -29,6 +34,7 @@ def connect(address: str) -> bool:
 
     Raises:
         NoCluster: If no cluster can be reached at the address.
+        WrongToken: If the cluster requires another authentication token.
         MissingExtra: If Ray is not installed.
     """
     try:
@@ -37,14 +43,15 @@ def connect(address: str) -> bool:
         raise MissingExtra("ray", "ray") from error
     if ray.is_initialized():
         return False
-    if address != "auto" or os.environ.get("RAY_ADDRESS"):  # otherwise Ray reads the token itself
-        _enable_token_authentication()
+    from ray.exceptions import AuthenticationError, RpcError
+
     try:
-        if "://" not in address and ":" in address:  # fails at once, whereas Ray retries for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=5).close()
+        _enable_token_authentication()
+        _check_connection(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError) as error:
+    except AuthenticationError as error:
+        raise WrongToken(_explain_token_error(address, error.message)) from error
+    except (OSError, ValueError, RuntimeError, RpcError) as error:
         raise NoCluster(
             f"Cannot connect to a Ray cluster at {address!r}. Start one with `ray start --head`, or pass its address."
         ) from error
@@ -74,11 +81,56 @@ def start_local(**options: Any) -> Any:
     return ray.init("local", include_dashboard=False, log_to_driver=False, **options)
 
 
+def _check_connection(address: str) -> None:
+    """Raise at once if the address or the token is wrong. Ray itself retries for up to minutes."""
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    found = canonicalize_bootstrap_address(address) if address == "auto" else address
+    if found and "://" not in found and ":" in found:
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # without a token, the client ends the process
+        with _hidden_stderr():  # the client also logs the error
+            GcsClient(address=found)
+
+
+@contextmanager
+def _hidden_stderr() -> Iterator[None]:
+    """Hide the messages that C++ code writes."""
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)
+
+
 def _enable_token_authentication() -> None:
     """Send the user's token to the cluster. Ray creates clusters with it, but clients do not send it by default."""
-    if "RAY_AUTH_MODE" in os.environ or not (Path.home() / ".ray" / "auth_token").exists():
-        return
-    from ray._raylet import Config  # type: ignore[attr-defined]
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+    if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return
     os.environ["RAY_AUTH_MODE"] = "token"
     Config.initialize("")  # Ray read the environment when it was imported
+
+
+def _explain_token_error(address: str, reason: str) -> str:
+    remedy = (
+        "Set RAY_AUTH_TOKEN to the cluster's token, or RAY_AUTH_TOKEN_PATH to a file with it. "
+        "`ray get-auth-token` prints the token on the head node."
+    )
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if "InvalidAuthToken" not in reason:  # Ray found no token, or cannot read the file
+        return f"Cannot authenticate at the Ray cluster {address!r}: {reason}. {remedy}"
+    if mode is None:
+        return f"The Ray cluster at {address!r} requires a token. {remedy}"
+    if mode.lower() != "token":
+        return f"The Ray cluster at {address!r} requires a token, but RAY_AUTH_MODE is {mode!r}. Unset it. {remedy}"
+    sources = (name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name))
+    source = next(sources, "~/.ray/auth_token")
+    return f"Wrong Ray token: the cluster at {address!r} rejected the token in {source}. {remedy}"
