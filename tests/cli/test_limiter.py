@@ -2,11 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tmux_terminal import Terminal
+
+from toolroll.cli import limiter, output
+from toolroll.limiter.ledger import LimiterStatus
 
 pytestmark = pytest.mark.ray
 
@@ -26,6 +34,33 @@ async def main():
     print("six", flush=True)
 asyncio.run(main())
 """
+
+
+USE_LIMITER = """
+import asyncio, sys, ray
+from toolroll.limiter.cluster import ClusterLimiter
+ray.init(log_to_driver=False, logging_level="error")
+async def main():
+    limiter = ClusterLimiter(sys.argv[1], int(sys.argv[2]))
+    async with limiter.slot(hold=1):
+        print("ready", limiter.limit, flush=True)
+        sys.stdin.readline()
+    limiter.close()
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def using(resource: str, limit: int) -> Iterator[int]:
+    """Hold a slot in another process. Yield the limit that the process has got from the cluster."""
+    command = [sys.executable, "-c", USE_LIMITER, resource, str(limit)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        ready, _, found = process.stdout.readline().partition(" ")
+        assert ready == "ready"
+        yield int(found)
+        process.communicate("end\n", timeout=60)
+        assert process.returncode == 0
 
 
 def toolroll(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -56,3 +91,64 @@ def test_unreachable_cluster_prints_one_line() -> None:
     assert done.returncode == 2
     assert "Cannot connect to a Ray cluster at '127.0.0.1:1'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LONG_NAME = "https://sandbox-fusion.research-cluster.internal.example.com:8443/projects/rollouts/run_code"
+
+
+def test_status_fits_a_terminal(cluster: str, terminal: Terminal, tmp_path: Path) -> None:
+    with using(LONG_NAME, 1_000_000):
+        command = str(Path(sys.executable).with_name("toolroll"))
+        terminal.run(command, "limiter", "status", "--address", cluster, folder=tmp_path)
+        terminal.sees("exit status 0")
+    rows = [line for line in terminal.screen.splitlines() if line[:1] in ("┃", "│")]
+    assert {len(row) for row in rows} == {80}
+    assert "".join(row.split("│")[1].strip() for row in rows[1:]).count(LONG_NAME) == 1
+    assert re.search(r"│ +1000000 │ +1 │ +0 │ +1 │ +0 │", terminal.screen)
+
+
+@pytest.mark.unit
+def test_status_with_large_numbers_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    status = LimiterStatus(**{**dict.fromkeys(LimiterStatus._fields, 123_456_789), "learning": True})
+    output.SafeConsole(width=80).print(limiter._table({LONG_NAME: status, "short": status}))
+    shown = capsys.readouterr().out
+    assert {len(line) for line in shown.splitlines()} == {80}
+    assert shown.count("123456789") == 10
+    assert "…" not in shown
+
+
+def test_remove(cluster: str) -> None:
+    name = "http://removed:8080"
+    with using(name, 4) as limit:
+        assert limit == 4
+        refused = toolroll("remove", name, "--address", cluster)
+        assert refused.returncode == 1
+        assert f"'{name}': processes that use it: 1, slots in use: 1, waiting: 0. Stop the" in refused.stderr
+        assert toolroll("set", name, "5", "--address", cluster).stdout == f"{name}: 4 → 5\n"
+    unknown = toolroll("remove", "nothing", "--address", cluster)
+    assert unknown.returncode == 2
+    assert "Unknown resource 'nothing'. Existing resources: http" in unknown.stderr
+    assert name in unknown.stderr
+    with using(name, 4) as limit:
+        assert limit == 5, "the limit of the cluster is kept while its limiter exists"
+    removed = toolroll("remove", name, "--address", cluster)
+    assert (removed.returncode, removed.stdout) == (0, f"{name}: removed\n"), removed.stderr
+    assert name not in json.loads(toolroll("status", "--json", "--address", cluster).stdout)
+    with using(name, 3) as limit:
+        assert limit == 3, "nothing of the removed limiter is left"
+
+
+def test_remove_waits_for_work_of_dead_processes(cluster: str) -> None:
+    name = "http://killed:8080"
+    command = [sys.executable, "-c", USE_LIMITER.replace("hold=1", "hold=15"), name, "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready 2\n"
+        process.kill()
+    deadline = time.monotonic() + 60
+    refusals = set()
+    while (done := toolroll("remove", name, "--address", cluster)).returncode:
+        refusals.add(done.stderr.replace("\n", " "))
+        assert time.monotonic() < deadline, refusals
+    reason = re.compile(r"work of dead processes may still run, slots in quarantine: [12]\. Try again later\.")
+    assert any(map(reason.search, refusals)), refusals

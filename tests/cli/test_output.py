@@ -96,6 +96,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     status = LimiterStatus(**dict.fromkeys(LimiterStatus._fields, 1))
     monkeypatch.setattr(limiter, "_statuses", lambda address: {EVIL: status})
     monkeypatch.setattr("toolroll.limiter.token_bucket.set_limit", lambda resource, limit: None)
+    monkeypatch.setattr("toolroll.limiter.registry.remove_limiter", lambda resource: None)
     unset = dict.fromkeys(field.name for field in fields(Execution))
     given = {"outcome": ExecutionOutcome.FAILED, "stdout": f"{EVIL}\n", "stderr": EVIL}
     execution = Execution(**{**unset, **given})  # type: ignore[arg-type]
@@ -132,6 +133,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "tools call": [["tools.yaml", "good"], ["tools.yaml", "bad"], ["tools.yaml", "good", "--json"]],
     "limiter status": [[], ["--json"]],
     "limiter set": [[EVIL, "3"], [f"{EVIL}2", "3"]],
+    "limiter remove": [[EVIL], [f"{EVIL}2"]],
     "sandbox serve": [[]],
     "sandbox run": [["rows.jsonl"], ["rows.jsonl", "--json"]],
     "sandbox probe": [["http://127.0.0.1:1"]],

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from toolroll._internal.ray_cluster import connect
 from toolroll.cli import output
-from toolroll.errors import ConfigError, unknown_name
+from toolroll.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolroll.limiter.ledger import LimiterStatus
@@ -22,6 +24,8 @@ app = typer.Typer(help="Show and change the limits of a running Ray cluster.", n
 Address = Annotated[
     str, typer.Option(help="Address of the Ray cluster: host:port, or auto for the cluster of this machine.")
 ]
+
+Resource = Annotated[str, typer.Argument(help="Name of the resource, as shown by `status`.")]
 
 
 @app.command()
@@ -50,7 +54,7 @@ def status(
 
 @app.command("set")
 def set_(
-    resource: Annotated[str, typer.Argument(help="Name of the resource, as shown by `status`.")],
+    resource: Resource,
     limit: Annotated[int, typer.Argument(min=0, help="New limit. With 0, no further work starts.")],
     address: Address = "auto",
 ) -> None:
@@ -58,10 +62,30 @@ def set_(
     known = _statuses(address)
     from toolroll.limiter.token_bucket import set_limit
 
-    if resource not in known:
-        raise ConfigError(unknown_name("resource", resource, known))
+    _check_known(resource, known)
     set_limit(resource, limit)
     output.echo(f"{resource}: {known[resource].limit} → {limit}")
+
+
+@app.command()
+def remove(resource: Resource, address: Address = "auto") -> None:
+    """Remove a limiter that no process uses, with its saved limit.
+
+    If a process uses the resource again, the limiter is created with the limit of this process.
+    """
+    _check_known(resource, _statuses(address))
+    from toolroll.limiter.registry import remove_limiter
+
+    remove_limiter(resource)
+    output.echo(f"{resource}: removed")
+
+
+def _check_known(resource: str, known: Collection[str]) -> None:
+    if resource not in known:
+        near = get_close_matches(resource, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        existing = ", ".join(known) or "none"
+        raise ConfigError(f"Unknown resource {resource!r:.80}.{hint} Existing resources: {existing}.")
 
 
 def _statuses(address: str) -> dict[str, LimiterStatus]:
@@ -72,11 +96,13 @@ def _statuses(address: str) -> dict[str, LimiterStatus]:
 
 
 def _table(statuses: dict[str, LimiterStatus]) -> Table:
-    table = Table("resource", "limit", "in use", "waiting", "holders", "quarantined", "note")
+    table = Table(Column("resource", overflow="fold"))
+    for name in ("limit", "in use", "waiting", "holders", "quarantined"):
+        table.add_column(name, justify="right", no_wrap=True)
     for resource, now in statuses.items():
-        note = "restarted: learning the existing leases" if now.learning else ""
+        note = "\n[dim]restarted: learning the existing leases[/dim]" if now.learning else ""
         counts = (now.limit, now.in_use, now.waiting, now.holders, now.quarantined)
-        table.add_row(escape(resource), *map(str, counts), note)
+        table.add_row(escape(resource) + note, *map(str, counts))
     if not statuses:
         table.caption = "No limited resources. A resource is listed after its first use."
     return table

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 
+from toolroll.errors import ToolrollError
 from toolroll.limiter.lease import HolderFence
 from toolroll.limiter.limiter import Limiter, LocalLimiter
 
@@ -19,6 +20,10 @@ _requested_limits: dict[str, set[int]] = {}
 """Limits that were requested in this process, by resource. A different limit is logged once."""
 _connection_inherited = False
 """Whether `ray.is_initialized()` is true only because the parent process was connected."""
+
+
+class LimiterInUse(ToolrollError):
+    """Raised when a limiter cannot be removed, because processes use it."""
 
 
 def get_limiter(resource: str, limit: int, *, fence: HolderFence | None = None) -> Limiter:
@@ -56,6 +61,48 @@ def get_limiter(resource: str, limit: int, *, fence: HolderFence | None = None) 
             current = _limiters[key].limit
             logger.warning("%s: limit=%d ignored: this process already uses limit=%d", resource, limit, current)
         return _limiters[key]
+
+
+def remove_limiter(resource: str) -> None:
+    """Remove a resource's limiter from the cluster: its Ray actor and its saved state.
+
+    The next `get_limiter` creates the limiter again, with the limit that it requests.
+
+    Args:
+        resource: Name of the resource.
+
+    Raises:
+        LimiterInUse: If a process uses the limiter, or if work of a dead process may still run.
+        ValueError: If the cluster has no limiter of this name.
+    """
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    from toolroll.limiter import token_bucket
+
+    limit = token_bucket.limiter_status(resource).limit
+    _check_unused(resource)
+    # A process may register at any time. It gets no slots from here on, so that none are lost with the actor.
+    token_bucket.set_limit(resource, 0)
+    try:
+        _check_unused(resource)
+    except LimiterInUse:
+        token_bucket.set_limit(resource, limit)
+        raise
+    ray.kill(token_bucket.find_token_bucket(resource))
+    _internal_kv_del(token_bucket.ACTOR_NAME_PREFIX + resource, namespace=token_bucket.RAY_NAMESPACE)
+
+
+def _check_unused(resource: str) -> None:
+    from toolroll.limiter.token_bucket import limiter_status
+
+    status = limiter_status(resource)
+    if status.holders:
+        counts = f"processes that use it: {status.holders}, slots in use: {status.in_use}, waiting: {status.waiting}"
+        raise LimiterInUse(f"Cannot remove {resource!r}: {counts}. Stop the processes first.")
+    if status.reserved or status.learning:
+        reason = f"work of dead processes may still run, slots in quarantine: {status.quarantined}"
+        raise LimiterInUse(f"Cannot remove {resource!r}: {reason}. Try again later.")
 
 
 def _create_limiter(resource: str, connected: bool, limit: int, fence: HolderFence | None) -> Limiter:
