@@ -1,11 +1,11 @@
 """`toolroll demo` and `toolroll examples`: what a first user sees."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import other_system
 import pytest
 
 from toolroll.records.reader import read_records
@@ -39,43 +39,43 @@ def test_demo_runs_a_whole_rollout(tmp_path: Path) -> None:
     assert "failed" in stats
 
 
-OTHER_SYSTEM = """
-import os, select, signal, sys, sysconfig
-import aiohttp, platform, urllib.request  # these read the name of the system when they are imported
-sysconfig.get_config_vars(), platform.uname()
-sys.platform = "darwin"
-for module, names in ((os, ("pidfd_open", "sched_getaffinity", "memfd_create")), (select, ("epoll",))):
-    for name in names:
-        delattr(module, name)
-from toolroll.cli.app import main
-main()
-"""
-"""Runs the command line as if on a Mac, where modules of Linux are missing."""
+def toolroll_on_other_system(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command, environment = other_system.command(*arguments), other_system.environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("arguments", [["demo"], ["sandbox", "serve"], ["sandbox", "run", "x.py"]])
 def test_other_systems_are_told_what_to_do(arguments: list[str], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "SANDBOX_FUSION_URL"}
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_SYSTEM, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env=environment,
-    )
+    done = toolroll_on_other_system(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "does not run on darwin. Start it in a Linux container or on another machine" in done.stderr
+    message = " ".join(done.stderr.split())
+    assert "cannot isolate programs on darwin. Start the server in a Linux container" in message
+    assert "set SANDBOX_FUSION_URL" in message
+    assert "use --unsafe to run code that you trust" in message
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("arguments", [["--version"], ["examples", "list"], ["doctor"], ["records", "schema"]])
 def test_other_commands_work_on_other_systems(arguments: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OTHER_SYSTEM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = toolroll_on_other_system(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    if arguments == ["doctor"]:
+        assert "programs cannot be isolated" in done.stdout
+        assert "--unsafe" in done.stdout
+
+
+@pytest.mark.sandbox
+def test_demo_runs_without_isolation_on_other_systems(tmp_path: Path) -> None:
+    done = toolroll_on_other_system("demo", "--no-view", "--unsafe", "--directory", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert "Programs are not isolated on this system (--unsafe)" in done.stdout
+    assert "64 trajectories of 16 prompts" in done.stdout
+    records = list(read_records(tmp_path / "out"))
+    assert {record.outcome for record in records} == {"ok"}
+    assert any(call["answer"].strip().isdecimal() for record in records for call in record.calls)
 
 
 @pytest.mark.process

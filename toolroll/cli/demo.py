@@ -16,12 +16,13 @@ import typer
 from toolroll.cli import output
 from toolroll.cli.examples import examples_dir
 from toolroll.cli.run import follow, print_result
-from toolroll.cli.sandbox import require_linux, run_async
+from toolroll.cli.sandbox import Unsafe, run_async
 from toolroll.errors import MissingExtra
 
 if TYPE_CHECKING:
     from toolroll.run.config import RunConfig
     from toolroll.run.status import RunSnapshot
+    from toolroll.sandbox.server.settings import ServerSettings
 
 REQUIRED = ("transformers", "renderers", "textual", "prometheus_client")
 SANDBOX_URL = "SANDBOX_FUSION_URL"
@@ -43,10 +44,14 @@ The same with a real model, whose directory is PATH:
 def demo(
     show: Annotated[bool, typer.Option("--view/--no-view", help="Open the viewer at the end.")] = True,
     directory: Annotated[Path | None, typer.Option(help="Directory of the records. Default: a temporary one.")] = None,
+    unsafe: Unsafe = False,
 ) -> None:
     """Run word problems with a scripted model and a real sandbox, and view the result. Takes half a minute."""
-    if SANDBOX_URL not in os.environ:
-        require_linux()
+    from toolroll.sandbox.server.settings import ServerSettings, can_isolate, require_isolation
+
+    starts_sandbox = can_isolate() or unsafe or SANDBOX_URL not in os.environ
+    if starts_sandbox:
+        require_isolation(unsafe=unsafe)
     for package in REQUIRED:
         if find_spec(package) is None:
             raise MissingExtra(package, "demo")
@@ -54,7 +59,10 @@ def demo(
     target = (directory or Path(tempfile.mkdtemp(prefix="toolroll-demo-"))).absolute()
     console = output.SafeConsole(highlight=False)
     console.print(INTRODUCTION, markup=False)
-    config, status, signum = run_async(_run(target, console), as_server=sys.platform == "linux")
+    if not can_isolate() and starts_sandbox:
+        console.print("Programs are not isolated on this system (--unsafe). Those of this demo only compute.\n")
+    sandbox = ServerSettings(port=0, unsafe=unsafe) if starts_sandbox else None
+    config, status, signum = run_async(_run(target, console, sandbox), as_server=starts_sandbox)
     print_result(config, status, console, complete=not signum, as_json=False)
     if signum:
         raise typer.Exit(128 + signum)
@@ -66,13 +74,15 @@ def demo(
     console.print(NEXT_STEPS, markup=False)
 
 
-async def _run(directory: Path, console: output.SafeConsole) -> tuple[RunConfig, RunSnapshot, int]:
+async def _run(
+    directory: Path, console: output.SafeConsole, sandbox: ServerSettings | None
+) -> tuple[RunConfig, RunSnapshot, int]:
     """Run the example with the scripted model and a temporary sandbox."""
     from toolroll.demo.demo_model import MODEL_DIR
     from toolroll.run.config import EngineConfig, RunConfig
 
     example = examples_dir() / "gsm8k"
-    async with _sandbox():
+    async with _start_sandbox(sandbox):
         engine = EngineConfig(
             kind="toolroll.demo.demo_model.DemoModel", options={"problems": str(example / "problems.jsonl")}
         )
@@ -87,14 +97,13 @@ async def _run(directory: Path, console: output.SafeConsole) -> tuple[RunConfig,
 
 
 @asynccontextmanager
-async def _sandbox() -> AsyncIterator[None]:
-    """Start a sandbox and set its address in the environment. Other systems than Linux use the one that is set."""
-    if sys.platform != "linux":
+async def _start_sandbox(settings: ServerSettings | None) -> AsyncIterator[None]:
+    """Start a sandbox and set its address in the environment. Without settings, use the address that is set."""
+    if settings is None:
         yield
         return
     from toolroll.sandbox.server.server import SandboxServer
-    from toolroll.sandbox.server.settings import ServerSettings
 
-    async with SandboxServer(ServerSettings(port=0)) as sandbox:
+    async with SandboxServer(settings) as sandbox:
         os.environ[SANDBOX_URL] = sandbox.url
         yield

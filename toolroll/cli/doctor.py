@@ -114,7 +114,10 @@ def run_checks() -> Iterator[DoctorCheck]:
         installed = next((distribution.version for distribution in distributions(name=package)), None)
         yield _check(package, installed, "not installed", f"pip install 'toolroll[{extra}]'")
     if sys.platform != "linux":
-        yield DoctorCheck("kernel", "missing", platform.system(), "the sandbox server needs Linux")
+        from toolroll.sandbox.server.settings import ISOLATION_REMEDIES
+
+        yield DoctorCheck("kernel", "missing", platform.system(), "the isolation of programs needs Linux")
+        yield DoctorCheck("sandbox", "missing", "programs cannot be isolated", ISOLATION_REMEDIES)
         return
     yield DoctorCheck("kernel", "ok", f"Linux {platform.release()}, {os.cpu_count()} CPUs")
     remedy = "allow unprivileged user namespaces for the strongest isolation"

@@ -29,12 +29,16 @@ app = typer.Typer(
 
 T = TypeVar("T")
 
+Unsafe = Annotated[
+    bool, typer.Option("--unsafe", help="Start even if programs cannot be isolated, to run code that you trust.")
+]
 MIN_COMPILE_TIMEOUT_S = 30.0
 TIER_DESCRIPTIONS = {
     "A": "tier A: namespaces, a cgroup, Landlock and seccomp for each program",
     "B": "tier B: namespaces, Landlock and seccomp for each program; memory is limited per process",
     "C": "tier C: Landlock and seccomp for each program; no namespaces, memory is limited per process",
-    "unsafe": "[red]unsafe: programs can read files and signal processes that this server can[/red]",
+    "unsafe": "[red]unsafe: programs are not isolated; they can read files and signal processes as this server[/red]",
+    "none": "[red]none: programs are not isolated, and their memory is not limited; run only code that you trust[/red]",
 }
 
 
@@ -57,7 +61,7 @@ def serve(
     sessions: Annotated[int | None, _option("Maximum number of sessions.", "64")] = None,
     session_ttl: Annotated[float | None, _option("Idle time after which a session ends, in seconds.", "600")] = None,
     python: Annotated[str | None, _option("Python interpreter of the programs.", "this one")] = None,
-    unsafe: Annotated[bool, typer.Option("--unsafe", help="Start even if programs cannot be isolated.")] = False,
+    unsafe: Unsafe = False,
 ) -> None:
     """Start a sandbox server. If TOOLROLL_SANDBOX_TOKEN is set, clients must send this token.
 
@@ -67,10 +71,10 @@ def serve(
     once.
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    require_linux()
     from toolroll.sandbox.protocol import TOKEN_ENV_VAR
-    from toolroll.sandbox.server.settings import ServerSettings
+    from toolroll.sandbox.server.settings import ServerSettings, require_isolation
 
+    require_isolation(unsafe=unsafe)
     output.configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     if token := os.environ.pop(TOKEN_ENV_VAR, None):  # removed, so that no child process inherits it
         given["token"] = token
@@ -88,12 +92,15 @@ def run(
     timeout: Annotated[float, typer.Option(help="Timeout of the program, in seconds.")] = 10.0,
     stdin: Annotated[Path | None, typer.Option(help="File to use as the program's standard input.")] = None,
     url: Annotated[str | None, typer.Option(help="URL of a sandbox server. Default: a temporary server.")] = None,
+    unsafe: Unsafe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a program in a sandbox and print its output. Exits with the program's status."""
-    if url is None:
-        require_linux()
     from toolroll.sandbox.protocol import LANGUAGE_BY_SUFFIX, Language
+    from toolroll.sandbox.server.settings import require_isolation
+
+    if url is None:
+        require_isolation(unsafe=unsafe)
 
     code = sys.stdin.read() if file == "-" else read_text(Path(file))
     language = language or LANGUAGE_BY_SUFFIX.get(Path(file).suffix.lower(), "python")
@@ -102,7 +109,7 @@ def run(
     timeouts = {"run_timeout": timeout, "compile_timeout": max(timeout, MIN_COMPILE_TIMEOUT_S)}
     options = {"language": language, "stdin": read_text(stdin) if stdin else None, **timeouts}
     try:
-        execution = run_async(_run_once(url, code, options), as_server=url is None)
+        execution = run_async(_run_once(url, code, options, unsafe=unsafe), as_server=url is None)
     except InfraFault as error:
         raise ConfigError(str(error)) from error
     if as_json:
@@ -110,15 +117,6 @@ def run(
     else:
         _print_execution(execution)
     raise typer.Exit(0 if execution.fault is None else (execution.return_code or 1) & 0xFF or 1)
-
-
-def require_linux() -> None:
-    """Raise ConfigError, with what to do, on a system that the sandbox server does not run on."""
-    if sys.platform != "linux":
-        raise ConfigError(
-            f"The sandbox server isolates programs with features of Linux and does not run on {sys.platform}. Start it "
-            "in a Linux container or on another machine (docs/sandbox.md), and set SANDBOX_FUSION_URL to its address."
-        )
 
 
 def read_text(file: Path) -> str:
@@ -160,7 +158,8 @@ async def _serve(settings: ServerSettings) -> None:
         found = sorted(name for name, toolchain in server.toolchains.items() if isinstance(toolchain, Toolchain))
         console.print(f"isolation  {TIER_DESCRIPTIONS[server.isolation.tier]}", soft_wrap=True)
         console.print(f"languages  {', '.join(found)}", soft_wrap=True)
-        programs = f"{settings.capacity} programs of {settings.memory_mb} MB"
+        memory = "" if server.isolation.tier == "none" else f" of {settings.memory_mb} MB"
+        programs = f"{settings.capacity} programs{memory}"
         console.print(f"capacity   {programs}, {settings.queue} waiting requests")
         console.print(f"[bold]serving on {server.url}[/bold]")
         await stop.wait()
@@ -173,7 +172,7 @@ async def _serve(settings: ServerSettings) -> None:
             task.cancel()
 
 
-async def _run_once(url: str | None, code: str, options: dict[str, Any]) -> Execution:
+async def _run_once(url: str | None, code: str, options: dict[str, Any], *, unsafe: bool) -> Execution:
     from toolroll.sandbox.client import SandboxClient
     from toolroll.sandbox.protocol import TOKEN_ENV_VAR
 
@@ -181,7 +180,8 @@ async def _run_once(url: str | None, code: str, options: dict[str, Any]) -> Exec
         from toolroll.sandbox.server.server import SandboxServer
         from toolroll.sandbox.server.settings import ServerSettings
 
-        async with SandboxServer(ServerSettings(port=0)) as server, SandboxClient(server.url) as client:
+        settings = ServerSettings(port=0, unsafe=unsafe)
+        async with SandboxServer(settings) as server, SandboxClient(server.url) as client:
             return await client.run(code, **options)
     async with SandboxClient(url, token=os.environ.get(TOKEN_ENV_VAR)) as client:
         await client.ping()  # fails sooner than a program, which would be retried

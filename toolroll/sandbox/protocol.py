@@ -214,7 +214,7 @@ class Ping(BaseModel):
     ping: Literal["pong"] = "pong"
     version: str = ""
     tier: str = ""
-    """Isolation tier: A, B, C, or "unsafe"."""
+    """Isolation tier: A, B, C, "unsafe", or "none" on other systems than Linux."""
     gaps: list[str] = []
     """Ways in which a program can affect others in spite of the isolation."""
     running: int = 0

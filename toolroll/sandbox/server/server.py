@@ -6,7 +6,9 @@ import asyncio
 import os
 import resource
 import selectors
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from aiohttp import web
@@ -14,16 +16,21 @@ from aiohttp import web
 from toolroll.errors import ConfigError
 from toolroll.sandbox.protocol import max_wall_time
 from toolroll.sandbox.server.api.http_app import HttpApp
-from toolroll.sandbox.server.execution import isolation_tiers, languages
-from toolroll.sandbox.server.execution.executor import Executor, Toolchains
-from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
+from toolroll.sandbox.server.execution import languages
 from toolroll.sandbox.server.execution.languages import Toolchain
-from toolroll.sandbox.server.settings import ServerSettings
+from toolroll.sandbox.server.execution.plain_executor import NoIsolation, PlainExecutor
+from toolroll.sandbox.server.settings import ServerSettings, can_isolate, require_isolation
+
+if TYPE_CHECKING:  # modules of Linux
+    from toolroll.sandbox.server.execution.executor import Executor, Toolchains
+    from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
 
 DRAIN_MARGIN_S = 60.0
 """Time for running programs to end on shutdown, in addition to the maximum timeout."""
 KEEPALIVE_TIMEOUT_S = 75.0
 """Time after which a connection without a request is closed. Clients send again on a new connection."""
+MAX_OPEN_FILES_OF_MACOS = 10240
+"""Maximum soft limit of open files that macOS always accepts, even if the hard limit is infinite."""
 LISTEN_BACKLOG = 4096
 """Connections that the kernel queues. Thousands of clients may connect at once; they wait in the admission queue."""
 
@@ -43,7 +50,7 @@ class SandboxServer:
 
     url: str
     """Address of the server, after it has started."""
-    isolation: IsolationTier
+    isolation: IsolationTier | NoIsolation
     """Isolation of the programs."""
     toolchains: Toolchains
     """Toolchain of each language, or how to install it."""
@@ -58,14 +65,18 @@ class SandboxServer:
         Raises:
             ConfigError: If the server cannot be started. The message names the remedy.
         """
+        require_isolation(unsafe=self.settings.unsafe)
         _raise_open_file_limit()
         python = self.settings.python
         search_path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
-        self.toolchains = await asyncio.to_thread(languages.find_all, search_path, python)
-        found = [toolchain for toolchain in self.toolchains.values() if isinstance(toolchain, Toolchain)]
-        toolchain_paths = [path for toolchain in found for path in toolchain.readable]
-        self.isolation = await isolation_tiers.find(self.settings, toolchain_paths)
-        self.executor = Executor(self.settings, self.isolation, self.toolchains)
+        # Without isolation, compilers are not searched: on a Mac without them, that would open a dialog.
+        self.toolchains = await asyncio.to_thread(languages.find_all, search_path, python, with_compilers=can_isolate())
+        self.executor = (
+            await self._isolating_executor()
+            if can_isolate()
+            else PlainExecutor(self.settings, self.toolchains, search_path)
+        )
+        self.isolation = self.executor.isolation
         self.http_app = HttpApp(self.settings, self.executor)
         try:
             await self.executor.start()
@@ -84,6 +95,15 @@ class SandboxServer:
     async def drain(self) -> None:
         """Reject new requests and wait until all programs have ended."""
         await self.http_app.drain(max_wall_time(self.settings.max_timeout) + DRAIN_MARGIN_S)
+
+    async def _isolating_executor(self) -> Executor:
+        from toolroll.sandbox.server.execution import isolation_tiers
+        from toolroll.sandbox.server.execution.executor import Executor
+
+        found = [toolchain for toolchain in self.toolchains.values() if isinstance(toolchain, Toolchain)]
+        toolchain_paths = [path for toolchain in found for path in toolchain.readable]
+        isolation = await isolation_tiers.find(self.settings, toolchain_paths)
+        return Executor(self.settings, isolation, self.toolchains)
 
     async def _listen(self) -> None:
         app = self.http_app.build()
@@ -122,5 +142,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def _raise_open_file_limit() -> None:
     """Raise the limit to the maximum: a connection uses one descriptor, a running program about nine."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = hard if sys.platform == "linux" else max(soft, min(hard, MAX_OPEN_FILES_OF_MACOS))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

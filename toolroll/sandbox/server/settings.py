@@ -9,11 +9,31 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from toolroll.errors import ConfigError
+
 MEGABYTE = 1 << 20
+ISOLATION_REMEDIES = (
+    "Start the server in a Linux container (docs/sandbox.md), set SANDBOX_FUSION_URL to the address of a server on "
+    "another machine, or use --unsafe to run code that you trust without isolation."
+)
+"""What to do if programs cannot be isolated."""
+
+
+def can_isolate() -> bool:
+    """Return True if this system may be able to isolate programs."""
+    return sys.platform == "linux"
+
+
+def require_isolation(*, unsafe: bool) -> None:
+    """Raise ConfigError, with the remedies, if this system cannot isolate programs and `unsafe` is False."""
+    if not can_isolate() and not unsafe:
+        raise ConfigError(f"The sandbox server cannot isolate programs on {sys.platform}. {ISOLATION_REMEDIES}")
 
 
 def cpu_count() -> int:
     """Return the number of CPUs that this process may use: its affinity mask, limited by the cgroup's quota."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -56,4 +76,5 @@ class ServerSettings(BaseModel):
     python: str = sys.executable
     """Python interpreter of the programs. They can import its packages."""
     unsafe: bool = False
-    """Whether to start even if programs cannot be isolated. Use it only in a dedicated virtual machine."""
+    """Whether to start even if programs cannot be isolated. Use it in a dedicated virtual machine, or for code that you
+    trust."""

@@ -32,7 +32,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -45,11 +45,14 @@ from toolroll.sandbox.server.api.fencing import LeaseFences, LeaseLost, LeaseTok
 from toolroll.sandbox.server.api.idempotency import IdempotencyCache
 from toolroll.sandbox.server.api.metrics import ServerMetrics
 from toolroll.sandbox.server.api.request_body import BodyMemoryExhausted, BodyReceiver
-from toolroll.sandbox.server.execution.executor import Executor
 from toolroll.sandbox.server.execution.job import InvalidProgram, JobFailed
 from toolroll.sandbox.server.execution.languages import MissingToolchain, Toolchain
 from toolroll.sandbox.server.execution.sessions import SessionEnded, SessionLimitReached
 from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
+
+if TYPE_CHECKING:
+    from toolroll.sandbox.server.execution.executor import Executor
+    from toolroll.sandbox.server.execution.plain_executor import PlainExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +120,7 @@ class HttpApp:
         executor: Executor that runs the programs.
     """
 
-    def __init__(self, settings: ServerSettings, executor: Executor) -> None:
+    def __init__(self, settings: ServerSettings, executor: Executor | PlainExecutor) -> None:
         self.settings = settings
         self.executor = executor
         self.admission = AdmissionQueue(settings.capacity, settings.queue)

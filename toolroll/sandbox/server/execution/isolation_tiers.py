@@ -32,7 +32,7 @@ from toolroll.sandbox.server.isolation.cgroup import CgroupPool
 from toolroll.sandbox.server.isolation.program_users import MAX_USERS, ProgramUsers
 from toolroll.sandbox.server.isolation.scratch import ScratchDirectories
 from toolroll.sandbox.server.job_spec import JailPlan, JobSpec
-from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
+from toolroll.sandbox.server.settings import ISOLATION_REMEDIES, MEGABYTE, ServerSettings
 
 PROGRAM_MAX_PROCESSES = 256
 PROGRAM_MAX_OPEN_FILES = 1024
@@ -93,7 +93,10 @@ async def find(settings: ServerSettings, toolchain_paths: Iterable[str] = ()) ->
         ConfigError: If no tier works, or the Python interpreter cannot be run. The message names what is missing.
     """
     if sys.platform != "linux" or not syscalls.SUPPORTED:
-        raise ConfigError("The sandbox server needs Linux on x86_64 or aarch64.")
+        raise ConfigError(
+            "The sandbox server needs Linux on x86_64 or aarch64. Start it on another machine, and set "
+            "SANDBOX_FUSION_URL to its address."
+        )
     prefixes = await asyncio.to_thread(_python_prefixes, settings.python)
     readable = _readable_paths(settings.python, [*prefixes, *toolchain_paths])
     cgroups = CgroupPool.find(PROGRAM_MAX_PROCESSES, settings.capacity)
@@ -117,7 +120,7 @@ async def find(settings: ServerSettings, toolchain_paths: Iterable[str] = ()) ->
         notes.append("tier C: no Landlock in this kernel (needs Linux 5.13 or newer, with `landlock` in the lsm= list)")
     raise ConfigError(
         f"Programs cannot be isolated on this machine. Tried: {'; '.join(notes)}. Allow unprivileged user namespaces, "
-        "or use a kernel with Landlock. In a dedicated virtual machine, you can use --unsafe."
+        f"or use a kernel with Landlock. Otherwise: {ISOLATION_REMEDIES}"
     )
 
 

@@ -159,8 +159,7 @@ class Job:
             for number, end in enumerate(ends)
         ]
         last, oom_killed = commands[-1], process.take_oom_kills() > 0
-        last_line = (last.stderr or "").rstrip().rpartition("\n")[2]
-        last.memory_exceeded = oom_killed or (last.return_code != 0 and "MemoryError" in last_line)
+        last.memory_exceeded = oom_killed or ends_with_memory_error(last)
         if self._verdict is TimeVerdict.TIMEOUT:
             last.status, last.return_code = CommandStatus.TIME_LIMIT_EXCEEDED, None
         response = program_response(commands, has_compiler=len(self.timeouts_s) > 1)
@@ -181,6 +180,11 @@ def command_result(stdout: OutputReader, stderr: OutputReader, **fields: Any) ->
         output, fields[f"{name}_truncated"] = reader.take()
         fields[name] = output.decode(errors="replace")
     return CommandRunResult(**fields)
+
+
+def ends_with_memory_error(command: CommandRunResult) -> bool:
+    """Return True if a command has failed and its last line is a MemoryError of Python."""
+    return command.return_code != 0 and "MemoryError" in (command.stderr or "").rstrip().rpartition("\n")[2]
 
 
 def program_response(commands: Sequence[CommandRunResult], *, has_compiler: bool = False) -> RunCodeResponse:

@@ -207,21 +207,27 @@ _NO_GPU = MissingToolchain(
     "install SandboxFusion on a machine with a GPU and send this language there (programs have no access to GPUs here)"
 )
 
+_NEEDS_COMPILER = MissingToolchain("start a sandbox server on Linux, which can also run languages with a compiler")
 
-def find_all(search_path: str, python: str) -> dict[Language, Toolchain | MissingToolchain]:
+
+def find_all(
+    search_path: str, python: str, *, with_compilers: bool = True
+) -> dict[Language, Toolchain | MissingToolchain]:
     """Search the toolchain of every language. Takes at most a few times QUERY_TIMEOUT_S and never raises.
 
     Args:
         search_path: PATH of the programs.
         python: Python interpreter of the programs.
+        with_compilers: Whether to search languages that need a compiler.
 
     Returns:
         The toolchain of each language, or what to install.
     """
     languages: tuple[Language, ...] = get_args(Language)
+    searched = [name for name in languages if with_compilers or name not in RECIPES or not RECIPES[name].compile]
     with ThreadPoolExecutor(len(languages)) as pool:
-        toolchains = pool.map(lambda language: _find_toolchain(language, search_path, python), languages)
-        return dict(zip(languages, toolchains, strict=True))
+        toolchains = pool.map(lambda language: _find_toolchain(language, search_path, python), searched)
+        return dict.fromkeys(languages, _NEEDS_COMPILER) | dict(zip(searched, toolchains, strict=True))
 
 
 def prepare(

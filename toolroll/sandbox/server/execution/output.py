@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 
@@ -39,8 +40,8 @@ class OutputReader:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._devnull = _devnull()
-        self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(self.write_fd, True)
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
         if watch:
             self.resume()
 
@@ -86,8 +87,9 @@ class OutputReader:
     def _on_readable(self) -> None:
         self._reads += 1
         if self._read_chunk() and self._reads == _EAGER_READS:
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _LARGE_PIPE_BYTES)
+            if sys.platform == "linux":
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _LARGE_PIPE_BYTES)
             self._loop.remove_reader(self._read_fd)
             self._timer = self._loop.call_later(_POLL_INTERVAL_S, self._poll)
 
@@ -117,13 +119,19 @@ class OutputReader:
                     self._on_data(chunk)
                 size = len(chunk)
             else:
-                size = os.splice(self._read_fd, self._devnull, _LARGE_PIPE_BYTES)
+                size = self._discard()
                 self.truncated = self.truncated or size > 0
         except BlockingIOError:
             return False
         if size == 0:
             self._stop()
         return size > 0
+
+    def _discard(self) -> int:
+        """Discard data. Return the number of bytes."""
+        if sys.platform == "linux":
+            return os.splice(self._read_fd, self._devnull, _LARGE_PIPE_BYTES)
+        return len(os.read(self._read_fd, _CHUNK_BYTES))
 
     def _stop(self) -> None:
         self.pause()

@@ -20,10 +20,15 @@ class ScratchDirectories:
         self.directory.chmod(0o711)
         self._numbers = count()
 
-    def assign(self, spec: JobSpec) -> None:
-        """Create an empty directory for a program, which belongs to the program's user."""
+    def create(self) -> Path:
+        """Return a new empty directory."""
         directory = self.directory / str(next(self._numbers))
         directory.mkdir(mode=0o700)
+        return directory
+
+    def assign(self, spec: JobSpec) -> None:
+        """Create an empty directory for a program, which belongs to the program's user."""
+        directory = self.create()
         spec["directory"] = str(directory)
         if "user" in spec:
             os.chown(directory, spec["user"], spec["user"])
