@@ -101,7 +101,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     given = {"outcome": ExecutionOutcome.FAILED, "stdout": f"{EVIL}\n", "stderr": EVIL}
     execution = Execution(**{**unset, **given})  # type: ignore[arg-type]
 
-    async def run_once(*arguments: Any) -> Execution:
+    async def run_once(*arguments: Any, **options: Any) -> Execution:
         return execution
 
     async def measure(*arguments: Any) -> Any:
@@ -112,7 +112,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         console.print(sandbox_probe._table([step]))
         return server, [step]
 
-    async def serve(settings: Any) -> None:
+    async def serve(settings: Any, **options: Any) -> None:
         logging.getLogger("toolroll.sandbox").warning("A program wrote %s", EVIL)
         await asyncio.sleep(0)
 

@@ -1,13 +1,20 @@
 """`toolroll sandbox run` and `toolroll sandbox serve` on the command line."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from toolroll import ServerSettings
+from toolroll.cli import output
+from toolroll.cli.app import app
 
 pytestmark = pytest.mark.sandbox
 
@@ -83,3 +90,49 @@ def test_server_does_not_start_without_isolation() -> None:
     assert "no Landlock" in done.stderr
     assert "unshare" in done.stderr
     assert toolroll("run", "-", stdin="print(1)", wrapper=wrapper).returncode == 2
+
+
+def test_settings_from_the_environment_and_json_log() -> None:
+    """Every setting of the server has a variable, and each line of the log is a JSON object."""
+    variables = {"CAPACITY": "7", "PORT": "0", "QUEUE": "5", "LOG_FORMAT": "json", "ACCESS_LOG": "1"}
+    command = [sys.executable, "-m", "toolroll", "sandbox", "serve", "--queue", "6"]
+    environment = {**os.environ, **{f"TOOLROLL_SANDBOX_{name}": value for name, value in variables.items()}}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    started = json.loads(process.stderr.readline())
+    assert (started["level"], started["capacity"]) == ("INFO", 7)
+    with urllib.request.urlopen(f"{started['url']}/v1/ping", timeout=10) as response:
+        assert json.load(response)["capacity"] == 7
+    access = json.loads(process.stderr.readline())
+    assert {key: access[key] for key in ("logger", "method", "path", "status", "remote")} == {
+        "logger": "toolroll.sandbox.access", "method": "GET", "path": "/v1/ping", "status": 200, "remote": "127.0.0.1",
+    }  # fmt: skip
+    assert access["seconds"] >= 0
+    process.terminate()
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out == "", "nothing but the log"
+    assert [json.loads(line)["message"] for line in err.splitlines()] == ["Stopping; waiting for 0 running programs."]
+
+
+def test_every_setting_of_the_server_is_an_option() -> None:
+    shown = CliRunner().invoke(app, ["sandbox", "serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    for name in ServerSettings.model_fields:
+        assert f"TOOLROLL_SANDBOX_{name.upper()}" in shown
+
+
+def test_json_log_has_exceptions_and_extra_fields_on_one_line() -> None:
+    record = logging.makeLogRecord({"msg": "a\nb \x1b[31m %s", "args": ("c",), "name": "n", "levelname": "ERROR"})
+    record.seconds = 1.5
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    line = output.JsonFormatter().format(record)
+    assert line.isascii()
+    assert line.isprintable()
+    fields = json.loads(line)
+    assert fields["message"] == "a\nb \x1b[31m c"
+    assert fields["seconds"] == 1.5
+    assert "ValueError: wrong" in fields["exception"]
+    assert fields.keys() == {"time", "level", "logger", "message", "seconds", "exception"}

@@ -319,7 +319,9 @@ async def test_server_that_does_not_read() -> None:
 async def test_unreachable_server(black_hole: str) -> None:
     url = closed_port()
     async with connected(url) as client:
-        assert f"{url}: can't be reached: Connection refused (" in str(await failure_of(client, make_request(0.4), 0.4))
+        assert f"{url}: can't be reached: Connection refused (attempt" in str(
+            await failure_of(client, make_request(0.4), 0.4)
+        )
     async with connected(black_hole) as client:
         assert "can't be reached" in str(await failure_of(client, make_request(0.4), 0.4))
 
@@ -708,7 +710,7 @@ async def test_send_once_returns_any_answer() -> None:
         assert (response.status, response.content) == (503, b"full")
         with pytest.raises(AttemptFailed, match=r"no response within 0\.1 s"):
             await client.send_once(server.url, "/update", {"version": "7"}, timeout_s=0.1)
-        with pytest.raises(AttemptFailed, match=r"can't be reached: Connection refused .*Cannot connect"):
+        with pytest.raises(AttemptFailed, match=r"can't be reached: Connection refused$"):
             await client.send_once(closed_port(), "/health", timeout_s=5)
     assert [head.method for head in server.heads] == ["GET", "POST"]
     assert server.bodies[1] == {"version": "7"}

@@ -14,6 +14,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
@@ -40,6 +41,23 @@ class SafeFormatter(logging.Formatter):
         return sanitize(super().format(record))
 
 
+class JsonFormatter(logging.Formatter):
+    """Formatter that writes a log record as one line of JSON, with the fields that were passed as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record. Its characters are ASCII, so that a terminal interprets none of them."""
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = {"time": moment.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+        fields["message"] = record.getMessage()
+        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+_STANDARD_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+
+
 def echo(text: str, *, err: bool = False) -> None:
     """Print a line of text, sanitized."""
     typer.echo(sanitize(text), err=err)
@@ -62,17 +80,18 @@ def print_traceback() -> None:
     echo(traceback.format_exc().rstrip("\n"), err=True)
 
 
-def configure_logging(level: int | None = None, style: str | None = None) -> None:
+def configure_logging(level: int | None = None, style: str | None = None, *, as_json: bool = False) -> None:
     """Sanitize log output.
 
     Args:
         level: Minimum level to print. By default, warnings are printed unless another handler is configured.
         style: Format of a line; the message alone by default.
+        as_json: Print lines of JSON instead.
     """
     if level is None:
         if logging.lastResort is not None:
             logging.lastResort.setFormatter(SafeFormatter(style))
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(SafeFormatter(style))
+    handler.setFormatter(JsonFormatter() if as_json else SafeFormatter(style))
     logging.basicConfig(level=level, handlers=[handler])

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -21,8 +22,10 @@ from toolroll.errors import ConfigError, InfraFault, validate
 
 if TYPE_CHECKING:
     from toolroll.sandbox.execution import Execution
+    from toolroll.sandbox.server.server import SandboxServer
     from toolroll.sandbox.server.settings import ServerSettings
 
+logger = logging.getLogger(__name__)
 app = typer.Typer(
     help="Run code in sandboxes: start a server, run a program, measure throughput.", no_args_is_help=True
 )
@@ -42,12 +45,19 @@ TIER_DESCRIPTIONS = {
 }
 
 
+class LogFormat(StrEnum):
+    """Formats of the server's log."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 def _option(text: str, default: str) -> Any:
     """Return an option whose default is that of the settings: None is not passed on."""
     return typer.Option(help=text, show_default=default)
 
 
-@app.command()
+@app.command(context_settings={"auto_envvar_prefix": "TOOLROLL_SANDBOX"})  # e.g. TOOLROLL_SANDBOX_CAPACITY
 def serve(
     host: Annotated[str | None, _option("Address to listen on.", "127.0.0.1")] = None,
     port: Annotated[int | None, _option("Port to listen on; 0 for a free port.", "8080")] = None,
@@ -61,28 +71,32 @@ def serve(
     sessions: Annotated[int | None, _option("Maximum number of sessions.", "64")] = None,
     session_ttl: Annotated[float | None, _option("Idle time after which a session ends, in seconds.", "600")] = None,
     python: Annotated[str | None, _option("Python interpreter of the programs.", "this one")] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of the log on stderr.")] = LogFormat.TEXT,
     unsafe: Unsafe = False,
 ) -> None:
     """Start a sandbox server. If TOOLROLL_SANDBOX_TOKEN is set, clients must send this token.
 
-    The variable may contain several tokens, separated by commas. Each token has its own sessions.
+    The variable may contain several tokens, separated by commas. Each token has its own sessions. Every option can also
+    be set by a variable, e.g. TOOLROLL_SANDBOX_CAPACITY=8.
 
     After SIGTERM or Ctrl+C the server waits for running programs and exits with status 0. A second signal stops it at
     once.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if value is not None and name != "log_format"}
     from toolroll.sandbox.protocol import TOKEN_ENV_VAR
     from toolroll.sandbox.server.settings import ServerSettings, require_isolation
 
     require_isolation(unsafe=unsafe)
-    output.configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    as_json = log_format is LogFormat.JSON
+    output.configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s", as_json=as_json)
     if token := os.environ.pop(TOKEN_ENV_VAR, None):  # removed, so that no child process inherits it
         given["token"] = token
     settings = validate(ServerSettings, given, "sandbox serve")
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.token is None:
         warning = "Listening on %s without a token: anyone who can reach this port can run programs. Set %s."
-        logging.getLogger(__name__).warning(warning, settings.host, TOKEN_ENV_VAR)
-    run_async(_serve(settings), as_server=True)
+        logger.warning(warning, settings.host, TOKEN_ENV_VAR)
+    run_async(_serve(settings, as_json=as_json), as_server=True)
 
 
 @app.command()
@@ -142,34 +156,47 @@ def run_async(work: Coroutine[Any, Any, T], *, as_server: bool = False) -> T:
     raise typer.Exit(130)
 
 
-async def _serve(settings: ServerSettings) -> None:
-    from toolroll.sandbox.server.execution.languages import Toolchain
+async def _serve(settings: ServerSettings, *, as_json: bool) -> None:
     from toolroll.sandbox.server.server import SandboxServer
 
     stop = asyncio.Event()
     async with SandboxServer(settings) as server:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        console = output.SafeConsole(highlight=False)
-        for note in server.isolation.notes:
-            console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
-        for gap in server.isolation.gaps:
-            console.print(f"[yellow]gap:[/yellow] {escape(gap)}", soft_wrap=True)
-        found = sorted(name for name, toolchain in server.toolchains.items() if isinstance(toolchain, Toolchain))
-        console.print(f"isolation  {TIER_DESCRIPTIONS[server.isolation.tier]}", soft_wrap=True)
-        console.print(f"languages  {', '.join(found)}", soft_wrap=True)
-        memory = "" if server.isolation.tier == "none" else f" of {settings.memory_mb} MB"
-        programs = f"{settings.capacity} programs{memory}"
-        console.print(f"capacity   {programs}, {settings.queue} waiting requests")
-        console.print(f"[bold]serving on {server.url}[/bold]")
+        if as_json:
+            isolation, capacity = server.isolation, settings.capacity
+            fields = {"url": server.url, "tier": isolation.tier, "gaps": isolation.gaps, "capacity": capacity}
+            logger.info("serving on %s", server.url, extra=fields)
+        else:
+            _describe_server(server)
         await stop.wait()
         stop.clear()
-        running = server.http_app.admission.running
-        console.print(f"Stopping; waiting for {running} running programs. Press Ctrl+C again to force quit.")
+        message = f"Stopping; waiting for {server.http_app.admission.running} running programs."
+        if as_json:
+            logger.info("%s", message)
+        else:
+            output.echo(f"{message} Press Ctrl+C again to force quit.")
         tasks = [asyncio.create_task(server.drain()), asyncio.create_task(stop.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
+
+
+def _describe_server(server: SandboxServer) -> None:
+    """Print how the server isolates programs, what it can run, and its address."""
+    from toolroll.sandbox.server.execution.languages import Toolchain
+
+    settings, console = server.settings, output.SafeConsole(highlight=False)
+    for note in server.isolation.notes:
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
+    for gap in server.isolation.gaps:
+        console.print(f"[yellow]gap:[/yellow] {escape(gap)}", soft_wrap=True)
+    found = sorted(name for name, toolchain in server.toolchains.items() if isinstance(toolchain, Toolchain))
+    console.print(f"isolation  {TIER_DESCRIPTIONS[server.isolation.tier]}", soft_wrap=True)
+    console.print(f"languages  {', '.join(found)}", soft_wrap=True)
+    memory = "" if server.isolation.tier == "none" else f" of {settings.memory_mb} MB"
+    console.print(f"capacity   {settings.capacity} programs{memory}, {settings.queue} waiting requests")
+    console.print(f"[bold]serving on {server.url}[/bold]")
 
 
 async def _run_once(url: str | None, code: str, options: dict[str, Any], *, unsafe: bool) -> Execution:

@@ -63,6 +63,10 @@ def failure_from_exception(error: Exception) -> AttemptFailed:
     match error:
         case AttemptFailed():
             return error
+        case aiohttp.ClientConnectorCertificateError():
+            cause = getattr(error.certificate_error, "verify_message", None) or error.certificate_error
+            remedy = "To trust a private certificate authority, set SSL_CERT_FILE to its certificate"
+            return AttemptFailed(f"its certificate is not trusted: {cause}. {remedy}", endpoint_down=True)
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
             number = getattr(error, "errno", None) or 0  # negative for errors of name resolution
             reason = os.strerror(number) if number > 0 else detail

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from toolroll.errors import ConfigError
 from toolroll.sandbox.protocol import max_wall_time
+from toolroll.sandbox.server.api.access_log import AccessLogger, access_logger
 from toolroll.sandbox.server.api.http_app import HttpApp
 from toolroll.sandbox.server.execution import languages
 from toolroll.sandbox.server.execution.languages import Toolchain
@@ -110,7 +111,8 @@ class SandboxServer:
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
-            access_log=None,
+            access_log=access_logger if self.settings.access_log else None,
+            access_log_class=AccessLogger,
             shutdown_timeout=1,
             keepalive_timeout=KEEPALIVE_TIMEOUT_S,
         )

@@ -75,6 +75,8 @@ class ServerSettings(BaseModel):
     """Idle time after which a session ends, in seconds."""
     python: str = sys.executable
     """Python interpreter of the programs. They can import its packages."""
+    access_log: bool = False
+    """Whether to log a line for each request."""
     unsafe: bool = False
     """Whether to start even if programs cannot be isolated. Use it in a dedicated virtual machine, or for code that you
     trust."""
