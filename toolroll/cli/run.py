@@ -9,17 +9,25 @@ import shlex
 import signal
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from rich.live import Live
 
 from toolroll.cli import output
 from toolroll.cli.completion import complete_setting
-from toolroll.cli.run_display import RateMeter, StartingPhase, status_line, status_panel, summary_tables
+from toolroll.cli.run_display import (
+    MIN_SHOWN_WAIT_S,
+    RateMeter,
+    StartingPhase,
+    status_line,
+    status_panel,
+    summary_tables,
+)
 from toolroll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,18 +94,12 @@ async def follow(config: RunConfig, console: output.SafeConsole, title: str) -> 
     from toolroll.run.run import Run
 
     rate_meter, next_line_at = RateMeter(), 0.0
-    with _stop_signal() as stopped, _live_display(console) as live:
-
-        def show_phase(name: str) -> None:
-            if live is not None:
-                live.update(StartingPhase(name))
-            else:
-                _print(console, f"{name} …")
-
-        await check(config, show_phase)
+    with _stop_signal() as stopped, _live_display(console) as live, _Phases(console, live) as phases:
+        await check(config, phases.start)
         model = "model" if config.engine.kind == "transformers" else "tokenizer"
-        show_phase("Connecting to Ray" if config.cluster else f"Loading the {model}")
+        phases.start("Connecting to Ray" if config.cluster else f"Loading the {model}")
         async with Run(config) as run:
+            phases.end()
             if run.retried:
                 _print(console, f"{run.retried:,} samples failed before and are attempted again.")
             ended = asyncio.create_task(run.wait())
@@ -130,6 +132,36 @@ def _live_display(console: output.SafeConsole) -> Iterator[Live | None]:
         return
     with _hidden_control_keys(), Live("", console=console, refresh_per_second=4) as live:
         yield live
+
+
+class _Phases:
+    """Shows the phases before a run: in the display, or as a line in a log if a phase takes long."""
+
+    def __init__(self, console: output.SafeConsole, live: Live | None) -> None:
+        self._console, self._live = console, live
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def start(self, name: str) -> None:
+        """Start a phase, which ends the one before."""
+        self.end()
+        if self._live is not None:
+            self._live.update(StartingPhase(name))
+            return
+        # A thread, because loading a tokenizer blocks the event loop.
+        self._timer = threading.Timer(MIN_SHOWN_WAIT_S, _print, (self._console, f"{name} …"))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        """End the last phase."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @contextlib.contextmanager

@@ -240,10 +240,10 @@ def merge_stats(parts: Iterable[StepStats]) -> StepStats:
 
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`")
-_NUMBER = re.compile(r"(?<!\w)\d+(?:\.\d+)?")  # not the digits of a name
+_STANDALONE_NUMBER = re.compile(r"(?<!\w)\d+(?:\.\d+)?")  # not the digits of a name
 
 
 def error_kind(error: str) -> str:
     """Return the first line of an error message with quoted names and numbers replaced."""
     first = next((line for line in error.splitlines() if line.strip()), "(no message)").strip()
-    return _NUMBER.sub("N", _QUOTED.sub("'…'", first[:400]))[:100]
+    return _STANDALONE_NUMBER.sub("N", _QUOTED.sub("'…'", first[:400]))[:100]
