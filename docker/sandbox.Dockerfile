@@ -13,6 +13,7 @@ WORKDIR /src
 # Only these paths are needed, so that no .dockerignore has to exclude the rest of the checkout.
 COPY pyproject.toml README.md LICENSE ./
 COPY toolroll toolroll
+COPY examples examples
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 # Debian's npm depends on several hundred packages. This stage installs tsx, and only its result is copied.

@@ -42,9 +42,28 @@ def test_file_matches_its_schema(pattern: str) -> None:
 
 def test_kubernetes_manifest_matches_its_schema() -> None:
     documents = [*yaml.safe_load_all((ROOT / "examples/sandbox/kubernetes.yaml").read_text())]
-    assert [document["kind"] for document in documents] == ["StatefulSet", "Service", "NetworkPolicy"]
+    kinds = ["StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"]
+    assert [document["kind"] for document in documents] == kinds
     for document in documents:
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+
+
+def test_service_monitor_selects_the_service() -> None:
+    documents = [*yaml.safe_load_all((ROOT / "examples/sandbox/kubernetes.yaml").read_text())]
+    service = next(document for document in documents if document["kind"] == "Service")
+    monitor = yaml.safe_load((ROOT / "examples/sandbox/service-monitor.yaml").read_text())["spec"]
+    assert monitor["selector"]["matchLabels"] == service["metadata"]["labels"]
+    assert monitor["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+
+
+def test_dockerfile_copies_the_sources_of_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= {*wheel["packages"], *wheel["force-include"]}
+    dockerfile = (ROOT / "docker/sandbox.Dockerfile").read_text()
+    copied = {path for line in re.findall(r"^COPY (?!--)(.+) \S+$", dockerfile, re.MULTILINE) for path in line.split()}
+    assert needed == copied
 
 
 @pytest.mark.process
