@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN ?= $(VENV)/bin/
 
-.PHONY: setup check test test-all nightly bench build figures
+.PHONY: setup check test test-all nightly bench build docs figures
 
 setup:
 	python3 -m venv $(VENV)
@@ -37,8 +37,13 @@ bench:
 build:
 	$(BIN)python -m build
 
+# The documentation site, in site/. Fails for a broken link or anchor.
+docs:
+	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
+
 figures:
 	$(BIN)python scripts/make_figures.py
 	$(BIN)python scripts/make_scale.py
 	$(BIN)python scripts/make_viewer_pictures.py
 	$(BIN)python scripts/make_run_picture.py
+	$(BIN)python scripts/make_demo_picture.py

@@ -16,6 +16,21 @@ from rich.text import Text
 ROOT = Path(__file__).parent.parent
 FIGURES_BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
+MAIN_BLOCK = re.compile(r"(<!-- main figures -->\n).*?(<!-- end of main figures -->)", re.DOTALL)
+MAIN_FIGURES = (
+    ("tokens per second of a rollout, relative to the bare engine", "{vs_bare_engine:.0%}", "rollout"),
+    ("programs per second, relative to a new Python for each", "{vs_python_cold:.1f} ×", "sandbox"),
+    ("CPU time of a program, relative to a bare isolated fork", "{vs_bare_isolated_fork:.1f} ×", "sandbox"),
+    (
+        "executions per second under a limit, relative to the original design",
+        "{throughput_vs_original:.1f} ×",
+        "limiter",
+    ),
+    ("remote calls per execution under a limit", "{rpcs_per_execution_contended:.4f}", "limiter"),
+    ("time of 64 tool calls of one second each, relative to TRL's loop", "{tool_wall_vs_trl:.0%}", "trl"),
+)
+"""Descriptions of the figures for newcomers, their values, and the benchmarks that measure them."""
+
 PICTURES = {
     "tools": [
         "toolroll tools list examples/custom_tool/tool_config.yaml",
@@ -30,6 +45,22 @@ def table(script: str) -> str:
     done = subprocess.run([sys.executable, script, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
     rows = (f"| `{name}` | {value:,} |" for name, value in json.loads(done.stdout.splitlines()[-1]).items())
     return "\n".join([f"`python {script}`:", "", "| figure | value |", "|---|---|", *rows, ""])
+
+
+def read_figures() -> dict[str, float]:
+    """Return all figures of the documentation by name."""
+    found: dict[str, float] = {}
+    for block in FIGURES_BLOCK.finditer((ROOT / "docs/benchmarks.md").read_text()):
+        for name, value in re.findall(r"^\| `(\w+)` \| ([\d,.]+) \|$", block[0], re.MULTILINE):
+            found[name] = float(value.replace(",", ""))
+    return found
+
+
+def main_table() -> str:
+    """Return the figures for newcomers as a Markdown table."""
+    figures = read_figures()
+    rows = (f"| {what} | {value.format(**figures)} | `benchmarks/{name}.py` |" for what, value, name in MAIN_FIGURES)
+    return "\n".join(["| figure | value | measured by |", "|---|---|---|", *rows, ""])
 
 
 def picture(name: str, lines: list[str]) -> None:
@@ -49,11 +80,15 @@ def main() -> None:
     """Update all pictures and figures."""
     for name, lines in PICTURES.items():
         picture(name, lines)
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        text = page.read_text()
-        made = FIGURES_BLOCK.sub(lambda found: found[1] + table(found[2]) + found[3], text)
-        if made != text:
-            page.write_text(made)
+    page = ROOT / "docs/benchmarks.md"
+    page.write_text(FIGURES_BLOCK.sub(lambda found: found[1] + table(found[2]) + found[3], page.read_text()))
+    update_main_figures()
+
+
+def update_main_figures() -> None:
+    """Write the figures for newcomers into the pages that show them."""
+    for page in (ROOT / "README.md", ROOT / "docs/benchmarks.md"):
+        page.write_text(MAIN_BLOCK.sub(lambda found: found[1] + main_table() + found[2], page.read_text()))
 
 
 if __name__ == "__main__":

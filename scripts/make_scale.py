@@ -6,6 +6,8 @@ Usage: python scripts/make_scale.py (`make figures` calls it after it has update
 import re
 from pathlib import Path
 
+from make_figures import read_figures
+
 from toolroll.limiter.ledger import LEASE_TTL_S, RENEWALS_PER_LEASE
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -22,19 +24,9 @@ PROGRAM_CPU_MS = 100
 """CPU time of one program, without the overhead of the sandbox."""
 
 
-def figures() -> dict[str, float]:
-    """Return all figures of the documentation by name."""
-    found: dict[str, float] = {}
-    for page in DOCS.glob("*.md"):
-        for table in re.findall(r"<!-- figures: \S+ -->\n(.*?)<!-- end of figures -->", page.read_text(), re.DOTALL):
-            for name, value in re.findall(r"^\| `(\w+)` \| ([\d,.]+) \|$", table, re.MULTILINE):
-                found[name] = float(value.replace(",", ""))
-    return found
-
-
 def table() -> str:
     """Return the table of resource needs by number of nodes."""
-    measured = figures()
+    measured = read_figures()
     worker_us = TURNS * measured["overhead_us_per_turn"] + 1e6 / measured["trajectories_per_s"]
     record_kb = measured["bytes_per_token"] * TOKENS / 1000
     renewal_interval, max_reports = LEASE_TTL_S / RENEWALS_PER_LEASE, measured["ledger_reports_per_second_asked_for"]

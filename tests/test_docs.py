@@ -1,12 +1,19 @@
 """Commands, files, links and generated tables of the documentation work as printed."""
 
-import importlib.util
 import re
+import urllib.request
+from importlib import import_module
 from pathlib import Path
 
 import doc_page
 import pytest
+from cli.test_output import COMMANDS
 from real_engine import RealEngine
+from typer.testing import CliRunner
+
+import toolroll
+from toolroll import FinishReason, Limits, RunConfig, ServerSettings
+from toolroll.cli.app import app
 
 PAGES = [
     "docs/tools.md",
@@ -15,6 +22,8 @@ PAGES = [
     "docs/code-interpreter.md",
     "docs/rewards.md",
     "docs/records.md",
+    "docs/get-started/demo.md",
+    "docs/operations/monitoring.md",
 ]
 
 
@@ -48,6 +57,21 @@ def test_page_works_as_printed(name: str, root: Path, tmp_path: Path) -> None:
         assert doc_page.trimmed(doc_page.run(command, tmp_path)) == doc_page.trimmed(command.output), command.line
 
 
+@pytest.mark.sglang
+def test_python_example_of_the_readme_works(root: Path, tmp_path: Path, sglang: RealEngine) -> None:
+    [example] = re.findall(r"^```python\n(.*?)^```$", (root / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    example = example.replace("http://127.0.0.1:30000", sglang.url).replace("Qwen/Qwen3-8B", str(sglang.model_dir))
+    example = example.replace("tools=[multiply]", 'tools=[multiply], sampling_params={"max_new_tokens": 16}')
+    assert str(sglang.model_dir) in example
+    assert "max_new_tokens" in example, "the model of the tests would write until it reaches the limit"
+    (tmp_path / "example.py").write_text(example)
+    shown = doc_page.run(doc_page.Command("python example.py", ""), tmp_path).splitlines()
+    assert len(shown) == 8
+    for tokens, sampled, finish_reason in map(str.split, shown):
+        assert 0 < int(sampled) < int(tokens)
+        assert finish_reason in FinishReason
+
+
 def test_tools_page_examples_are_as_short_as_claimed(root: Path) -> None:
     files = doc_page.files((root / "docs/tools.md").read_text())
 
@@ -67,23 +91,15 @@ def test_tools_page_examples_are_as_short_as_claimed(root: Path) -> None:
     assert lines_of_code("notebook.py") <= 30
 
 
-@pytest.mark.sandbox
-@pytest.mark.usefixtures("sandbox_variable")
-def test_readme_commands_work_as_printed(root: Path) -> None:
-    commands = doc_page.commands((root / "README.md").read_text())
-    assert len(commands) > 1
-    for command in commands:
-        assert doc_page.trimmed(doc_page.run(command, root)) == doc_page.trimmed(command.output), command.line
-
-
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub writes them."""
+    """Return the anchors of a page's headings, as GitHub writes them, and those written as `{#anchor}`."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    explicit = {found[1] for heading in headings if (found := re.search(r" \{#([\w-]+)\}$", heading))}
+    return explicit | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_and_anchors_resolve(root: Path) -> None:
-    for page in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
+    for page in [*root.glob("*.md"), *(root / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
             target, _, anchor = link.partition("#")
             if target.startswith("http"):
@@ -100,10 +116,49 @@ def test_architecture_page_names_existing_paths(root: Path) -> None:
     assert [path for path in paths if not any(root.glob(f"toolroll/**/{path}")) and not (root / path).exists()] == []
 
 
-def test_scale_table_matches_the_figures(root: Path) -> None:
-    spec = importlib.util.spec_from_file_location("make_scale", root / "scripts/make_scale.py")
-    assert spec is not None
-    assert spec.loader is not None
-    make_scale = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_scale)
+@pytest.fixture
+def scripts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the modules in scripts/ importable."""
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+
+
+@pytest.mark.usefixtures("scripts")
+def test_tables_of_figures_are_up_to_date(root: Path) -> None:
+    make_figures, make_scale = import_module("make_figures"), import_module("make_scale")
     assert make_scale.table() in (root / "docs/scale.md").read_text(), "run scripts/make_scale.py"
+    for page in ("README.md", "docs/benchmarks.md"):
+        assert make_figures.main_table() in (root / page).read_text(), "run scripts/make_figures.py"
+
+
+@pytest.mark.usefixtures("scripts")
+def test_reference_has_every_exported_name_and_setting() -> None:
+    docs_site = import_module("docs_site")
+    api, settings = docs_site.api_page(), docs_site.settings_page()
+    exported = set(toolroll.__all__)
+    assert {name for name in exported if not re.search(rf"^::: toolroll\.[\w.]+\.{name}$", api, re.MULTILINE)} == set()
+    for name in docs_site.INTEGRATIONS["TRL"].values():
+        assert all(f".{one}\n" in api for one in name)
+    for model, prefix in ((RunConfig, ""), (Limits, "limits."), (ServerSettings, "")):
+        keys = [key for key, field in model.model_fields.items() if not hasattr(field.annotation, "model_fields")]
+        assert [key for key in keys if f"| `{prefix}{key}` |" not in settings] == []
+
+
+@pytest.mark.usefixtures("scripts")
+def test_reference_has_every_command_and_option() -> None:
+    page = import_module("docs_site").cli_page()
+    sections = dict(re.findall(r"^## `toolroll ([^`]+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert sections.keys() == COMMANDS.keys()
+    for name, section in sections.items():
+        shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+        options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown)) - {"--help"}
+        assert {option for option in options if f"`{option}`" not in section} == set(), name
+
+
+@pytest.mark.sandbox
+@pytest.mark.usefixtures("scripts")
+def test_reference_has_every_metric(sandbox_url: str) -> None:
+    with urllib.request.urlopen(f"{sandbox_url}/metrics", timeout=10) as response:
+        exported = set(re.findall(r"^# HELP (\w+) ", response.read().decode(), re.MULTILINE))
+    page = import_module("docs_site").metrics_page()
+    named = set(re.findall(r"^\| `(toolroll_sandbox_\w+)` ", page, re.MULTILINE))
+    assert {name for name in exported if not name.endswith("_created")} == named

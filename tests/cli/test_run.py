@@ -224,7 +224,7 @@ def test_phases_before_the_run_are_named(config: Path, terminal: Terminal) -> No
         terminal.sees("Waiting for the engine, 0:0")
         done = toolroll(config, *engine, "model=none")
         assert done.stdout.startswith("Waiting for the engine …\n"), "in a log, if a phase takes long"
-    quick = toolroll(config, "n=1", "data.limit=1", "rollout_data_dir=quick")
+    quick = toolroll(config, "n=1", "data.limit=1", f"rollout_data_dir={config.parent}/quick")
     assert not re.search("Checking|Waiting", quick.stdout)
 
 

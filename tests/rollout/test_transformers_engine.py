@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -65,23 +66,26 @@ def test_weights_are_replaced_in_place(seen: dict[str, Any]) -> None:
     assert weights["difference"] <= 1e-4
 
 
-def test_run_without_a_server(model: Path, tmp_path: Path) -> None:
+def test_run_of_the_laptop_page(model: Path, tmp_path: Path) -> None:
+    """The commands of the page work, with another model and shorter responses."""
+    page = (ROOT / "docs/get-started/laptop.md").read_text()
+    [copy] = re.findall(r"^toolroll (examples copy .*)$", page, re.MULTILINE)
+    [run] = re.findall(r"^toolroll (run .* engine.kind=transformers .*)$", page, re.MULTILINE)
+    run = run.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model))
+    assert str(model) in run
     link = tmp_path / "path" / "toolroll"
     link.parent.mkdir()
     link.symlink_to(ROOT / "toolroll")
+    (link.parent / "examples").symlink_to(ROOT / "examples")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "PYTEST", "PYTHON"))}
-    command = [trl_stage.python(), "-P", "-m", "toolroll.cli", "run", str(ROOT / "examples/gsm8k/run.yaml")]
-    settings = ["engine.kind=transformers", f"model={model}", "data.limit=2", "n=1", "rollout_data_dir=out"]
+    command = [trl_stage.python(), "-P", "-m", "toolroll"]
     with serving() as sandbox:
-        done = subprocess.run(
-            [*command, *settings, "limits.max_response_len=128", "--json"],
-            cwd=tmp_path,
-            env={**kept, "PYTHONPATH": str(link.parent), "HF_HUB_OFFLINE": "1", "SANDBOX_FUSION_URL": sandbox.url},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        added = {"PYTHONPATH": str(link.parent), "HF_HUB_OFFLINE": "1", "SANDBOX_FUSION_URL": sandbox.url}
+        for words in (copy.split(), [*run.split(), "n=1", "limits.max_response_len=128", "--json"]):
+            done = subprocess.run(
+                [*command, *words], cwd=tmp_path, env=kept | added, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
     tally = json.loads(done.stdout)["tally"]
-    assert tally["outcomes"] == {"ok": 2}
-    assert tally["fidelity"] == {"exact": 2}
+    assert tally["outcomes"] == {"ok": 4}
+    assert tally["fidelity"] == {"exact": 4}
