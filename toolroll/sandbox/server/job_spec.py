@@ -71,6 +71,8 @@ class ProgramSpec(TypedDict):
     """The compiler, if the language has one, then the program. Empty for Python."""
     environment: NotRequired[dict[str, str]]
     """Additional environment variables."""
+    executable: NotRequired[tuple[str, bytes]]
+    """Path and content of the compiled program, if it is not compiled by this job."""
 
 
 class JobSpec(ProgramSpec):

@@ -9,6 +9,9 @@ that cannot be run.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import json
 import re
 import time
 from collections.abc import Coroutine, Mapping
@@ -17,8 +20,9 @@ from typing import Any
 from toolroll.sandbox import protocol
 from toolroll.sandbox.protocol import CommandStatus, RunCodeRequest, RunCodeResponse, RunRequest, RunStatus
 from toolroll.sandbox.server.execution import languages
+from toolroll.sandbox.server.execution.compile_cache import CompileCache, CompiledProgram
 from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
-from toolroll.sandbox.server.execution.job import InvalidProgram, Job, JobFailed, program_response
+from toolroll.sandbox.server.execution.job import STARVED, InvalidProgram, Job, JobFailed, program_response
 from toolroll.sandbox.server.execution.sessions import CellResult, Session, SessionTable
 from toolroll.sandbox.server.interpreter import zygote_handle
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess, ZygoteHandle, ZygotePool
@@ -62,6 +66,7 @@ class Executor:
         self._notebook = ZygotePool(plan, settings.python, NOTEBOOK_MODULES, 1)
         self._pools = (self._plain, self._scientific, self._notebook)
         self._scratch = None if plan["namespaces"] else ScratchDirectories()
+        self._compiled = CompileCache()
         self._output_limit_bytes = settings.output_kb * 1024
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -103,15 +108,55 @@ class Executor:
         if request.language == "python":
             program: ProgramSpec = {"filename": "main.py", "code": request.code, "files": {}, "stages": []}
             program["show_value"] = request.show_value
-            pool, timeouts_s = self._pool_for(request.code), [request.run_timeout]
+            return await self._run_program(request, program, request.wall_timeout)
+        toolchain = self._toolchain(request)
+        program = self._prepare(request, toolchain)
+        if toolchain.recipe.compiled:
+            return await self._run_compiled(request, program, toolchain.recipe.compiled)
+        return await self._run_program(request, program, request.wall_timeout)
+
+    async def _run_program(
+        self, request: RunCodeRequest, program: ProgramSpec, wall_timeout_s: float | None
+    ) -> RunCodeResponse:
+        """Run all commands of a program in one jail."""
+        kind: JobKind
+        if program["stages"]:
+            kind, pool, timeouts_s = "commands", self._plain, [stage["timeout"] for stage in program["stages"]]
         else:
-            program = self._prepare(request)
-            pool, timeouts_s = self._plain, [stage["timeout"] for stage in program["stages"]]
+            kind, pool, timeouts_s = "script", self._pool_for(request.code), [request.run_timeout]
         zygote = await _zygote_of(pool)
-        process = self._create_process(request, "commands" if program["stages"] else "script", program)
+        process = self._create_process(request, kind, program)
         stdin = (request.stdin or "").encode()
-        job = Job(process, self.isolation.plan, stdin, timeouts_s, self._output_limit_bytes, request.wall_timeout)
+        job = Job(process, self.isolation.plan, stdin, timeouts_s, self._output_limit_bytes, wall_timeout_s)
         return await job.run(zygote)
+
+    async def _run_compiled(self, request: RunCodeRequest, program: ProgramSpec, compiled_file: str) -> RunCodeResponse:
+        """Compile a program, unless it is in the cache, and run it in another jail."""
+        started = time.monotonic()
+        compiler, run = program["stages"]
+        only_compiler: ProgramSpec = {**program, "stages": [compiler]}
+
+        async def compile_program() -> CompiledProgram:
+            inputs = {"stdin": None, "fetch_files": [compiled_file]}
+            response = await self._run_program(request.model_copy(update=inputs), only_compiler, request.wall_timeout)
+            assert response.run_result is not None
+            content = response.files.get(compiled_file)
+            return CompiledProgram(response.run_result, None if content is None else base64.b64decode(content))
+
+        compiled = await self._compiled.get(_compile_key(request, program), compile_program)
+        if not compiled.succeeded:
+            return program_response([compiled.result], has_compiler=True)
+        if compiled.program is None:  # too large to be fetched
+            return await self._run_program(request, program, request.wall_timeout)
+        only_program: ProgramSpec = {**program, "stages": [run], "executable": (compiled_file, compiled.program)}
+        remaining_s = None if request.wall_timeout is None else request.wall_timeout - (time.monotonic() - started)
+        if remaining_s is not None and remaining_s <= 0:
+            raise JobFailed(STARVED.format(seconds=request.wall_timeout))
+        response = await self._run_program(request, only_program, remaining_s)
+        warnings = program_response([compiled.result], has_compiler=True).message
+        response.compile_result = compiled.result
+        response.message = " ".join(filter(None, [warnings, response.message]))
+        return response
 
     async def run_jupyter(self, request: protocol.RunJupyterRequest) -> protocol.RunJupyterResponse:
         """Run the cells of a notebook in a new interpreter, until one exceeds its timeout or ends the interpreter.
@@ -181,10 +226,13 @@ class Executor:
             raise InvalidProgram(f"Sessions and notebooks need IPython. Install it: {install}")
         return zygote
 
-    def _prepare(self, request: RunCodeRequest) -> ProgramSpec:
+    def _toolchain(self, request: RunCodeRequest) -> languages.Toolchain:
         toolchain = self.toolchains[request.language]
         if isinstance(toolchain, languages.MissingToolchain):
             raise InvalidProgram(f"Language {request.language!r} is not available on this server: {toolchain.install}.")
+        return toolchain
+
+    def _prepare(self, request: RunCodeRequest, toolchain: languages.Toolchain) -> ProgramSpec:
         memory, timeouts_s = self._memory_bytes(request.memory_limit_MB), (request.compile_timeout, request.run_timeout)
         return languages.prepare(toolchain, request.code, request.files, memory_bytes=memory, timeouts_s=timeouts_s)
 
@@ -245,6 +293,13 @@ class Executor:
         while True:
             await asyncio.sleep(min(IDLE_CHECK_INTERVAL_S, self.settings.session_ttl / 4))
             self.sessions.end_idle()
+
+
+def _compile_key(request: RunCodeRequest, program: ProgramSpec) -> str:
+    """Return a hash of everything that the compiler of a program depends on."""
+    read = [program["filename"], program["code"], program["files"], program.get("environment"), request.files]
+    command = [program["stages"][0]["argv"], request.memory_limit_MB]
+    return hashlib.sha256(json.dumps([read, command], sort_keys=True).encode()).hexdigest()
 
 
 async def _zygote_of(pool: ZygotePool) -> ZygoteHandle:

@@ -55,6 +55,8 @@ class Recipe:
     run: str
     _: KW_ONLY
     compile: str = ""
+    compiled: str = ""
+    """File that the compiler writes, if it is all that the program needs. It can be cached."""
     helpers: tuple[str, ...] = ()
     """Other required programs, which those of the commands start."""
     version_args: str = "--version"
@@ -156,10 +158,11 @@ RECIPES: Mapping[Language, Recipe] = {
         version_args='-c "import sqlite3; print(sqlite3.sqlite_version)"', files={".run_sql.py": _SQL}),
     "bash": Recipe("bash (Debian: apt install bash)", "main.sh", "bash main.sh"),
     "cpp": Recipe("g++ (Debian: apt install g++)", "main.cpp", "./test",
-        compile="g++ -std=c++17 main.cpp -o test $libraries", libraries=("crypto", "ssl", "pthread")),
+        compile="g++ -std=c++17 main.cpp -o test $libraries", compiled="test", libraries=("crypto", "ssl", "pthread")),
     "rust": Recipe("rustc and a C compiler (https://rustup.rs, or Debian: apt install rustc)", "main.rs", "./test",
-        compile="rustc main.rs -o test", helpers=("cc",), prefix_args="--print sysroot"),
-    "go": Recipe("Go (Debian: apt install golang-go)", "main.go", "./out", compile="go build -o out main.go",
+        compile="rustc main.rs -o test", compiled="test", helpers=("cc",), prefix_args="--print sysroot"),
+    "go": Recipe("Go (Debian: apt install golang-go)", "main.go", "./out",
+        compile="go build -o out main.go", compiled="out",
         version_args="version", prefix_args="env GOROOT", environment=_GO_ENVIRONMENT, files=_GO_FILES),
     "go_test": Recipe("Go (Debian: apt install golang-go)", "main_test.go", "go test main_test.go",
         version_args="version", prefix_args="env GOROOT", environment=_GO_ENVIRONMENT, files=_GO_FILES),
@@ -182,9 +185,9 @@ RECIPES: Mapping[Language, Recipe] = {
     "lua": Recipe("Lua (Debian: apt install lua5.4)", "main.lua", "lua|lua5.4|lua5.3 main.lua", version_args="-v"),
     "R": Recipe("R (Debian: apt install r-base-core)", "main.R", "Rscript main.R"),
     "D_ut": Recipe("dmd (https://dlang.org/download.html) or ldc (Debian: apt install ldc gcc)", "main.d", "./test",
-        compile="dmd|ldmd2 main.d -unittest -of=test", helpers=("cc",)),
+        compile="dmd|ldmd2 main.d -unittest -of=test", compiled="test", helpers=("cc",)),
     "verilog": Recipe("Icarus Verilog (Debian: apt install iverilog)", "main.sv", "vvp -n test.vvp", version_args="-V",
-        compile="iverilog -Wall -Winfloop -Wno-timescale -g2012 -s tb -o test.vvp main.sv"),
+        compile="iverilog -Wall -Winfloop -Wno-timescale -g2012 -s tb -o test.vvp main.sv", compiled="test.vvp"),
     "racket": Recipe("Racket (Debian: apt install racket)", "main.rkt", "racket main.rkt"),
     "julia": Recipe("Julia (https://julialang.org/downloads)", "main.jl", "julia main.jl",
         prefix_args='-e "print(dirname(Sys.BINDIR))"'),
@@ -196,7 +199,8 @@ RECIPES: Mapping[Language, Recipe] = {
         "Kotlin's command line (https://kotlinlang.org/docs/command-line.html)", "main.kts", "kotlin main.kts",
         version_args="-version", environment=_JVM_ENVIRONMENT),
     "swift": Recipe(
-        "Swift (https://www.swift.org/install)", "main.swift", "./test.out", compile="swiftc main.swift -o test.out"),
+        "Swift (https://www.swift.org/install)", "main.swift", "./test.out", compile="swiftc main.swift -o test.out",
+        compiled="test.out"),
     # Theorems are checked while the file is read. Packages such as Mathlib are not available without a project.
     "lean": Recipe(
         "Lean 4 (https://lean-lang.org/install)", "Main.lean", "lean Main.lean", prefix_args="--print-prefix"),

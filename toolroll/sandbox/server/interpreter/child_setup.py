@@ -117,21 +117,25 @@ class ChildSetup:
                 files[path] = base64.b64decode(content, validate=True)
             except ValueError as error:
                 raise InvalidFile(f"The content of {path!r} is not valid base64: {error}") from error
+        executable, program = self.spec.get("executable", ("", b""))
+        if executable:
+            files[executable] = program
         for path, data in files.items():
             try:
                 if os.path.dirname(path):
                     os.makedirs(os.path.dirname(path), exist_ok=True)
-                _write_regular_file(path, data)
+                _write_regular_file(path, data, 0o777 if path == executable else 0o666)
             except (OSError, ValueError, RecursionError) as error:
                 if not self.plan["namespaces"] and getattr(error, "errno", 0) in _MACHINE_ERRNOS:
                     raise
                 reason = getattr(error, "strerror", None) or error
                 raise InvalidFile(f"The file {path[:200]!r} can't be written: {reason}") from error
         self.spec["files"] = {}  # frees memory that would count as the program's
+        self.spec.pop("executable", None)
 
 
-def _write_regular_file(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+def _write_regular_file(path: str, data: bytes, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     with open(fd, "wb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # for example, one of our descriptors, opened through /proc
             raise ValueError("not a regular file")
