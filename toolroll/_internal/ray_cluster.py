@@ -83,10 +83,12 @@ def start_local(**options: Any) -> Any:
 
 def _check_connection(address: str) -> None:
     """Raise at once if the address or the token is wrong. Ray itself retries for up to minutes."""
-    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-    from ray._private.services import canonicalize_bootstrap_address
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
-
+    try:
+        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray._private.services import canonicalize_bootstrap_address
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    except ImportError:  # private names, which another version of Ray may not have
+        return
     found = canonicalize_bootstrap_address(address) if address == "auto" else address
     if found and "://" not in found and ":" in found:
         host, _, port = found.rpartition(":")
