@@ -12,7 +12,7 @@ from real_engine import RealEngine
 from typer.testing import CliRunner
 
 import toolroll
-from toolroll import FinishReason, Limits, RunConfig, ServerSettings
+from toolroll import FinishReason, Limits, RunConfig, SandboxFusionTool, ServerSettings, initialize_tools_from_config
 from toolroll.cli.app import app
 
 PAGES = [
@@ -89,6 +89,19 @@ def test_tools_page_examples_are_as_short_as_claimed(root: Path) -> None:
 
     assert lines_of_code("words.py") <= 10
     assert lines_of_code("notebook.py") <= 30
+
+
+def test_config_files_of_the_cluster_page_load(root: Path, tmp_path: Path) -> None:
+    page = (root / "docs/get-started/cluster.md").read_text()
+    blocks = dict(re.findall(r"^```yaml\n# (\w+\.yaml)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert blocks.keys() == {"run.yaml", "tools.yaml"}
+    for name, text in blocks.items():
+        (tmp_path / name).write_text(text)
+    config = RunConfig.load(tmp_path / "run.yaml", ["data.path=rows.jsonl", "tools=tools.yaml"])
+    assert len(config.engine.urls) == 2
+    [interpreter] = initialize_tools_from_config(tmp_path / "tools.yaml")
+    assert isinstance(interpreter, SandboxFusionTool)
+    assert len(interpreter.settings.sandbox_fusion_url) == 2
 
 
 def anchors(page: Path) -> set[str]:
