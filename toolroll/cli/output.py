@@ -49,7 +49,8 @@ class JsonFormatter(logging.Formatter):
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         fields = {"time": moment.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
         fields["message"] = record.getMessage()
-        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        extra = vars(record).keys() - _STANDARD_FIELDS
+        fields |= {name: vars(record)[name] for name in sorted(extra) if not name.startswith("_")}  # e.g. Ray's
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)
