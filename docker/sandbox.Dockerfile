@@ -6,7 +6,7 @@
 # root is needed to give each program a separate user. The container is not privileged, and the server needs only the
 # capabilities SETUID, SETGID, KILL, CHOWN and DAC_OVERRIDE: docker/compose.yaml and examples/sandbox/kubernetes.yaml
 # drop the others.
-# A non-root user would need Linux 6.12, and all programs would share that user. See docs/sandbox.md.
+# A non-root user would need Linux 6.12, and all programs would share that user. See docs/security.md.
 
 FROM python:3.11-slim-trixie AS wheel
 WORKDIR /src

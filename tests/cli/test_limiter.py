@@ -127,7 +127,7 @@ def test_remove(cluster: str) -> None:
         assert toolroll("set", name, "5", "--address", cluster).stdout == f"{name}: 4 → 5\n"
     unknown = toolroll("remove", "nothing", "--address", cluster)
     assert unknown.returncode == 2
-    assert "Unknown resource 'nothing'. Existing resources: http" in unknown.stderr
+    assert "Unknown resource 'nothing'. Available resources: http" in unknown.stderr
     assert name in unknown.stderr
     with using(name, 4) as limit:
         assert limit == 5, "the limit of the cluster is kept while its limiter exists"

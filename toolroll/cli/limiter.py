@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,7 @@ from rich.table import Column, Table
 
 from toolroll._internal.ray_cluster import connect
 from toolroll.cli import output
-from toolroll.errors import ConfigError
+from toolroll.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from toolroll.limiter.ledger import LimiterStatus
@@ -82,10 +81,7 @@ def remove(resource: Resource, address: Address = "auto") -> None:
 
 def _check_known(resource: str, known: Collection[str]) -> None:
     if resource not in known:
-        near = get_close_matches(resource, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        existing = ", ".join(known) or "none"
-        raise ConfigError(f"Unknown resource {resource!r:.80}.{hint} Existing resources: {existing}.")
+        raise ConfigError(unknown_name("resource", resource, known))
 
 
 def _statuses(address: str) -> dict[str, LimiterStatus]:

@@ -13,8 +13,8 @@ from toolroll.errors import ConfigError
 
 MEGABYTE = 1 << 20
 ISOLATION_REMEDIES = (
-    "Start the server in a Linux container (docs/sandbox.md), set SANDBOX_FUSION_URL to the address of a server on "
-    "another machine, or use --unsafe to run code that you trust without isolation."
+    "Start the server in a Linux container (docs/operations/deploy.md), set SANDBOX_FUSION_URL to the address of a "
+    "server on another machine, or use --unsafe to run code that you trust without isolation."
 )
 """What to do if programs cannot be isolated."""
 
