@@ -544,7 +544,9 @@ async def test_endless_program_is_stopped_before_deadline(tool: SandboxFusionToo
     assert time.monotonic() - start < 4
     assert result.metrics["outcome"] == "timeout"
     assert str(result.response.text).startswith("so far\n")
-    assert str(result.response.text).endswith("it took longer than 1 s.]"), "the CPU time that fits into 3 s"
+    stopped = re.search(r"it took longer than (\S+) s\.\]$", str(result.response.text))
+    assert stopped
+    assert float(stopped[1]) <= 1, "the CPU time that fits into the time left"
 
 
 @pytest.mark.timing
