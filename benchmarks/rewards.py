@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import signal
 import subprocess
@@ -23,11 +22,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
 import uvloop
+from report import report
 
 from toolroll.rewards.cases import Cases, read_cases
 from toolroll.rewards.grader import CodeGrader, GraderSettings, Solution
@@ -50,6 +50,8 @@ class ExpectedGrade(NamedTuple):
     answer: str
     cases: Cases
     score: float
+    truth: dict[str, Any]
+    """The cases, as in a data set."""
 
 
 PROGRAM = "n = int(input())\n{extra}\nprint('sum', sum(range(n)))"
@@ -88,7 +90,7 @@ def batch(count: int) -> Iterator[ExpectedGrade]:
         }
         code = (PROGRAM if as_program else FUNCTION).format(extra=line)
         score = failed.count(False) / CASES_PER_SOLUTION
-        yield ExpectedGrade(f"Here:\n```python\n# {number}\n{code}\n```\n", read_cases(truth), score)
+        yield ExpectedGrade(f"Here:\n```python\n# {number}\n{code}\n```\n", read_cases(truth), score, truth)
 
 
 def requests_of(part: list[ExpectedGrade], settings: GraderSettings) -> list[bytes]:
@@ -184,9 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     with serving() as url:
         figures = uvloop.run(measure(url, 64 if options.quick else 512))
-    print(json.dumps(figures) if options.json else "\n".join(f"{name:20} {value}" for name, value in figures.items()))
-    if broken := [name for name, holds in BOUNDS.items() if not holds(figures[name])]:
-        sys.exit(f"out of bounds: {', '.join(broken)}")
+    report(figures, BOUNDS, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ DEFENCES = [
     Defence(
         "network namespace",
         SERVER / "isolation/jail.py",
-        " | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWNET",
-        " | syscalls.CLONE_NEWUTS",
+        " | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWNET",
+        " | syscalls.CLONE_NEWIPC",
         f"{ATTACKS}::test_sockets_of_the_host_are_unreachable[as it is]",
     ),
     Defence(
@@ -73,22 +73,22 @@ DEFENCES = [
     Defence(
         "dropped capabilities",
         SERVER / "isolation/syscalls.py",
-        '    _call("capset"',
-        '    () or _call("prctl"',
+        ', prepare("capset", header, sets)]',
+        "]",
         access("more rights"),
     ),
     Defence(
         "seccomp",
         SERVER / "isolation/jail.py",
-        "    if program:\n        syscalls.seccomp",
-        "    if False:\n        syscalls.seccomp",
+        " if program else []",
+        " if False else []",
         access("system calls"),
     ),
     Defence(
         "Landlock: files",
         SERVER / "isolation/jail.py",
-        '    if plan["landlock"]:\n',
-        "    if False:\n",
+        '        elif self.plan["landlock"]:\n',
+        "        elif False:\n",
         access("files of the machine", "a container"),
     ),
     Defence(
@@ -108,7 +108,7 @@ DEFENCES = [
     Defence(
         "limit of open files",
         SERVER / "isolation/jail.py",
-        '        (resource.RLIMIT_NOFILE, limits["open_files"]),\n',
+        '            (resource.RLIMIT_NOFILE, limits["open_files"]),\n',
         "",
         f"{ATTACKS}::test_crash_is_a_failure_of_the_program[as it is-10,000 open files]",
     ),
@@ -171,8 +171,8 @@ DEFENCES = [
     Defence(
         "stopped sessions",
         SERVER / "execution/sessions.py",
-        "            self.process.stop()\n",
-        "            pass\n",
+        ".call_later(STOP_DELAY_S, self.process.stop)",
+        ".call_later(STOP_DELAY_S, int)",
         f"{VERDICTS}::test_sessions_are_stopped_between_cells[as it is]",
     ),
     Defence(
@@ -185,8 +185,8 @@ DEFENCES = [
     Defence(
         "limit of the size of a session's replies",
         SERVER / "execution/sessions.py",
-        "if size <= MAX_REPLY_BYTES else",
-        "if True else",
+        " or size > MAX_REPLY_BYTES or",
+        " or",
         f"{ATTACKS}::test_session_cannot_grow_memory_of_the_server[as it is-many bytes]",
     ),
     Defence(

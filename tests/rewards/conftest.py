@@ -10,4 +10,4 @@ def local_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     Otherwise each of the many servers in these tests would start an actor in the cluster. Tests of the shared limit
     start separate processes that join a cluster.
     """
-    monkeypatch.setattr("toolroll.limiter.registry._is_connected", lambda: False)
+    monkeypatch.setattr("toolroll.limiter.registry.is_connected", lambda: False)

@@ -285,7 +285,7 @@ async def test_number_of_tasks_is_bounded_by_the_limit(monkeypatch: pytest.Monke
         nonlocal max_tasks
         max_tasks = max(max_tasks, len(asyncio.all_tasks()))
         await asyncio.sleep(0)
-        return execution, 0.0, 1.0
+        return limited.RunResult(execution, 0.0, 1.0)
 
     async with FaultServer() as server:
         execution = (await grader_of(server.url).sandbox.run("2", run_timeout=1)).execution

@@ -63,10 +63,11 @@ class Machine:
 
     def zygotes(self) -> set[int]:
         """Return the process ids of the zygotes, which no program may kill."""
-        found = set()
-        for process in self.server.processes()[0].children():
+        found: set[int] = set()
+        for process in self.server.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # processes that remove directories are short-lived
-                if "interpreter.zygote" in " ".join(process.cmdline()):
+                is_clone = "interpreter.zygote" in " ".join(psutil.Process(process.ppid()).cmdline())
+                if "interpreter.zygote" in " ".join(process.cmdline()) and not is_clone:
                     found.add(process.pid)
         return found
 
@@ -87,15 +88,24 @@ class Machine:
 
     def traces(self) -> dict[str, int]:
         """Count the resources of the server on the host. The counts must not grow."""
-        processes = self.server.processes()
+        processes, own = self.server.processes(), self.own_processes()
         spaces = {space for one in processes for space in namespaces_of(one.pid)}
         return {
             "processes": len(processes),
             "namespaces": len(spaces),
             "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
-            "descriptors": processes[0].num_fds(),
-            "directories": len(list(Path("/tmp").glob(f"toolroll-{processes[0].pid}/*"))),
+            "descriptors": sum(one.num_fds() for one in own),
+            "directories": sum(len([*directory.iterdir()]) for one in own for directory in directories_of(one.pid)),
         }
+
+    def own_processes(self) -> list[psutil.Process]:
+        """Return the hub and the fronts of the server."""
+        return [psutil.Process(self.server.process.pid), *self.server.fronts()]
+
+
+def directories_of(pid: int) -> list[Path]:
+    """Return the temporary directories of a process of the server."""
+    return list(Path("/tmp").glob(f"toolroll-*-{pid}-*"))
 
 
 def files_in(directory: str) -> list[str]:
@@ -130,15 +140,18 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if "--user" in MACHINES[request.param]:
             os.chown(outside / name, USER, USER)
     environment = {"SECRET": SECRET, "TOOLROLL_SANDBOX_TOKEN": SECRET}
-    with serving("--session-ttl", "2", environment=environment, wrapper=MACHINES[request.param]) as server:
+    options = ("--fronts", "2", "--session-ttl", "2")
+    with serving(*options, environment=environment, wrapper=MACHINES[request.param]) as server:
         found = re.search(r"isolation +tier (\w)", server.startup_output)
         assert found
         machine = Machine(request.param, server, found[1], outside, {})
         asyncio.run(warm_up(machine))
+        pids = [one.pid for one in machine.own_processes()]
+        assert any(map(directories_of, pids))
         yield machine
     for file in (*outside.iterdir(), outside):
         file.rmdir() if file.is_dir() else file.unlink()
-    assert not left_of(machine.server.process.pid)
+    assert not any(map(directories_of, pids))
 
 
 async def warm_up(machine: Machine) -> None:
@@ -152,10 +165,6 @@ async def warm_up(machine: Machine) -> None:
         previous = now
         await asyncio.sleep(0.5)
     machine.before = now
-
-
-def left_of(server: int) -> list[Path]:
-    return list(Path("/tmp").glob(f"toolroll-{server}"))
 
 
 @pytest.fixture
@@ -751,8 +760,8 @@ async def test_programs_share_no_state(machine: Machine, client: SandboxClient) 
             where, number = leaving.result().stdout.split()
             pid = int(number)
         elif machine.tier == "C":
-            directories = list(Path("/tmp").glob("toolroll-*/*"))
-            where = str(directories[0])
+            directories = [directory for one in machine.server.fronts() for directory in directories_of(one.pid)]
+            where = str(next(each for directory in directories for each in directory.iterdir()))
         facts = f"WHERE, PID, CONCURRENT, TIER = {where!r}, {pid}, {concurrent}, {machine.tier!r}\n"
         found.append(await client.run(attack(machine, facts + dedent(look))))
         assert (await leaving).outcome is ExecutionOutcome.OK
@@ -965,15 +974,18 @@ LARGE_REPLIES = {
 @pytest.mark.parametrize("name", LARGE_REPLIES)
 async def test_session_cannot_grow_memory_of_the_server(name: str, machine: Machine, client: SandboxClient) -> None:
     cell = f"import os, struct\n{dedent(LARGE_REPLIES[name])}"
-    server = machine.server.processes()[0]
-    before = peak = server.memory_info().rss
+
+    def memory() -> int:
+        return sum(front.memory_info().rss for front in machine.server.fronts())
+
+    before = peak = memory()
     running = asyncio.create_task(client.run(cell, session_id=client.new_session()))
     slowest = 0.0
     while not running.done():
         began = time.monotonic()
         await client.ping()
         slowest = max(slowest, time.monotonic() - began)
-        peak = max(peak, server.memory_info().rss)
+        peak = max(peak, memory())
         await asyncio.sleep(0.01)
     await running
     assert slowest < 1

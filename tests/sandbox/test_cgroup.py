@@ -1,13 +1,17 @@
-"""Cgroups are reused when they are empty, and abandoned ones are removed."""
+"""Cgroups are reused when they are empty. Abandoned cgroups and directories are removed."""
 
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from toolroll.sandbox.server.isolation import cgroup
 from toolroll.sandbox.server.isolation.cgroup import CgroupPool
+from toolroll.sandbox.server.isolation.scratch import ScratchDirectories
 
 pytestmark = pytest.mark.sandbox
 
@@ -54,14 +58,14 @@ def test_cgroup_with_charged_memory_is_not_reused(cgroups: CgroupPool) -> None:
 @pytest.mark.parametrize("limit", [1 << 27, 1 << 29])
 def test_limit_of_reused_cgroup_includes_swap(cgroups: CgroupPool, limit: int) -> None:
     cgroups.close()
-    cgroup = cgroups.acquire(1 << 28)
-    memory, with_swap = (cgroup.memory / f"memory.{name}limit_in_bytes" for name in ("", "memsw."))
+    limited = cgroups.acquire(1 << 28)
+    memory, with_swap = (limited.memory / f"memory.{name}limit_in_bytes" for name in ("", "memsw."))
     if not with_swap.exists():
         pytest.skip("NOT TESTED: this machine has no limit that includes swap")
-    cgroups.release(cgroup)
-    assert cgroups.acquire(limit) is cgroup
+    cgroups.release(limited)
+    assert cgroups.acquire(limit) is limited
     assert (int(memory.read_text()), int(with_swap.read_text())) == (limit, limit)
-    cgroups.release(cgroup)
+    cgroups.release(limited)
 
 
 def test_only_abandoned_cgroups_are_removed(cgroups: CgroupPool) -> None:
@@ -80,3 +84,44 @@ def test_only_abandoned_cgroups_are_removed(cgroups: CgroupPool) -> None:
     assert all(directory.exists() for directory in ours.directories)
     assert not any(directory.exists() for directory in abandoned.directories)
     cgroups.release(ours)
+
+
+@pytest.fixture
+def version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a cgroup of version 2 that an administrator made for this process, and named like the server's own."""
+    named = tmp_path / "limited" / cgroup.SERVER_CGROUP
+    named.mkdir(parents=True)
+    (tmp_path / "cgroup.controllers").touch()
+    (named / "cgroup.type").touch()
+    monkeypatch.setattr(cgroup, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "_parent_of_programs", None)
+    monkeypatch.setattr(cgroup, "_cgroups_of_this_process", lambda: {"": f"/limited/{cgroup.SERVER_CGROUP}"})
+    return named
+
+
+def test_server_stays_within_cgroup_of_any_name(version_2: Path) -> None:
+    assert cgroup.enter_server_cgroup() == version_2
+    assert (version_2 / cgroup.SERVER_CGROUP / "cgroup.procs").read_text() == str(os.getpid())
+    assert cgroup.enter_server_cgroup() == version_2, "it is in another cgroup by now"
+
+
+def test_front_uses_cgroup_that_its_hub_left(version_2: Path) -> None:
+    assert cgroup.enter_server_cgroup(version_2.parent) == version_2.parent
+    assert cgroup.enter_server_cgroup() == version_2.parent
+
+
+def test_directory_of_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    create = (
+        "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from toolroll.sandbox.server.isolation.scratch import ScratchDirectories\n"
+        "os.chmod(ScratchDirectories().create(), 0); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", create, str(tmp_path)], check=True, timeout=60)
+    (abandoned,) = tmp_path.iterdir()
+    first, second = ScratchDirectories(), ScratchDirectories()
+    assert not abandoned.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([first.directory, second.directory])
+    first.close()
+    second.close()
+    assert not list(tmp_path.iterdir())

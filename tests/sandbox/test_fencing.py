@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.fault_server import Behaviour, FaultServer, answer, hang, raw
-from sandbox.http_front import http_front
+from sandbox.http_front import FrontServer, http_front
 from toolroll.errors import Fault, SandboxRefused, SandboxUnavailable, fault_of
-from toolroll.limiter.lease import Lease, LeasedSlots
+from toolroll.limiter.ledger.lease import Lease, LeasedSlots
 from toolroll.limiter.limiter import Limiter
-from toolroll.limiter.slot_queue import Slot, SlotQueue
+from toolroll.limiter.slot import Slot
+from toolroll.limiter.slot_queue import SlotQueue
 from toolroll.sandbox.client import SandboxClient
 from toolroll.sandbox.fence import SandboxFence
 from toolroll.sandbox.limited import LimitedSandbox, LimitedSandboxSettings
 from toolroll.sandbox.protocol import LEASE_LOST_STATUS, RunCodeRequest, RunCodeResponse
-from toolroll.sandbox.server.api import admission, http_app
-from toolroll.sandbox.server.server import SandboxServer
+from toolroll.sandbox.server.api import http_app
+from toolroll.sandbox.server.hub import hub
 from toolroll.sandbox.server_clock import ServerClock
 
 pytestmark = pytest.mark.virtual_time
@@ -39,7 +40,7 @@ def skew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     start, unix_start = time.monotonic(), time.time()
     monkeypatch.setattr(time, "time", lambda: unix_start + time.monotonic() - start)
     server_time = SimpleNamespace(time=lambda: time.time() + request.param, monotonic=lambda: time.monotonic())
-    for module in (admission, http_app):
+    for module in (hub, http_app):
         monkeypatch.setattr(module, "time", server_time)
     return request.param
 
@@ -47,10 +48,10 @@ def skew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 class BusyServer:
     """Makes programs of a server run until `done` is set."""
 
-    def __init__(self, server: SandboxServer) -> None:
+    def __init__(self, server: FrontServer) -> None:
         self.done, self.started = asyncio.Event(), list[str]()
-        self._run_code = server.executor.run_code
-        server.executor.run_code = self.run_code  # type: ignore[method-assign]
+        self._run_code = server.front.executor.run_code
+        server.front.executor.run_code = self.run_code  # type: ignore[method-assign]
 
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         self.started.append(request.code)
@@ -62,7 +63,7 @@ class BusyServer:
             await asyncio.sleep(0.01)
 
 
-async def fence(server: SandboxServer, holder: str, lease: int) -> dict[str, Any]:
+async def fence(server: FrontServer, holder: str, lease: int) -> dict[str, Any]:
     body = {"lease": lease}
     async with (
         aiohttp.ClientSession() as session,

@@ -411,6 +411,7 @@ def test_magics_work(session: Session) -> None:
     assert session.value("taken.stdout") == r"'1\n2\n'"
     assert session.run("%cd -q /\n!pwd")["stdout"] == "/\n"
     assert "Docstring" in session.run("len?")["display"][0]["text/plain"]
+    assert session.value("def join(*words): return words\n;join one two") == "('one two',)"
 
 
 def test_cell_can_await(session: Session) -> None:
@@ -544,6 +545,26 @@ QUICK = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@pytest.mark.filterwarnings("ignore:`make_tokens_by_line`")
+@settings(max_examples=scaled(300), deadline=None)
+@given(code=CODE)
+def test_cells_are_transformed_as_by_ipython(code: str) -> None:
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    from toolroll.sandbox.server.interpreter.ipython_shell import _skip_needless_tokenizing
+
+    def transformed(manager: Any) -> str:
+        try:
+            return str(manager.transform_cell(code))
+        except SyntaxError:  # for example, of a continuation line of a magic
+            return "SyntaxError"
+
+    new_manager: Any = TransformerManager
+    ours = new_manager()
+    _skip_needless_tokenizing(ours)
+    assert transformed(ours) == transformed(new_manager())
 
 
 @QUICK

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from strategies import JSON
 from yarl import URL
 
-from sandbox.http_front import http_front
+from sandbox.http_front import FrontServer, http_front
 from toolroll.sandbox.server.api import request_body
 from toolroll.sandbox.server.api.request_body import JsonValueCounter
-from toolroll.sandbox.server.server import SandboxServer
 
 pytestmark = pytest.mark.virtual_time
 
@@ -27,19 +26,19 @@ PROGRAM = b'{"code": "1", "language": "python"'
 
 
 @pytest.fixture
-async def front() -> AsyncIterator[SandboxServer]:
+async def front() -> AsyncIterator[FrontServer]:
     async with http_front() as server:
         yield server
 
 
-async def post(server: SandboxServer, body: bytes, **headers: str) -> tuple[int, Any]:
+async def post(server: FrontServer, body: bytes, **headers: str) -> tuple[int, Any]:
     url, data = f"{server.url}/run_code", io.BytesIO(body)
     async with aiohttp.ClientSession() as session, session.post(url, data=data, headers=headers) as response:
         return response.status, await response.json()
 
 
 @contextlib.asynccontextmanager
-async def held_back(server: SandboxServer, body: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+async def held_back(server: FrontServer, body: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
     """Send a part of a body and nothing more. Yields the stream of the response."""
     url = URL(server.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -55,7 +54,7 @@ async def held_back(server: SandboxServer, body: bytes = b"") -> AsyncIterator[a
             await writer.wait_closed()
 
 
-async def test_held_back_bodies_reject_no_other_request(front: SandboxServer) -> None:
+async def test_held_back_bodies_reject_no_other_request(front: FrontServer) -> None:
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(50):
             await stack.enter_async_context(held_back(front))
@@ -68,23 +67,23 @@ async def test_slow_body_costs_received_bytes_until_closed(monkeypatch: pytest.M
     async with http_front(request_mb=1) as front:
         large = PROGRAM + b" " * 700_000 + b"}"
         async with held_back(front, PROGRAM + b" " * 700_000):
-            while front.http_app._bodies.held_bytes < 600_000:
+            while front.front.http_app._bodies.held_bytes < 600_000:
                 await asyncio.sleep(0.01)
             status, answer = await post(front, large)
             assert (status, "memory" in answer["detail"]) == (429, True)
             assert (await post(front, PROGRAM + b" " * 60_000 + b"}"))[0] == 200
-        while front.http_app._bodies.held_bytes:
+        while front.front.http_app._bodies.held_bytes:
             await asyncio.sleep(0.01)
         assert (await post(front, large))[0] == 200
-        assert front.http_app._bodies.held_bytes == 0
+        assert front.front.http_app._bodies.held_bytes == 0
 
 
-async def test_body_that_does_not_arrive_times_out(front: SandboxServer) -> None:
+async def test_body_that_does_not_arrive_times_out(front: FrontServer) -> None:
     async with held_back(front, PROGRAM) as response:
         assert (await response.readline()).startswith(b"HTTP/1.1 408")
 
 
-async def test_body_that_arrives_during_shutdown_is_rejected(front: SandboxServer) -> None:
+async def test_body_that_arrives_during_shutdown_is_rejected(front: FrontServer) -> None:
     async def slow_body() -> AsyncIterator[bytes]:
         yield PROGRAM
         await asyncio.sleep(1)
@@ -96,7 +95,7 @@ async def test_body_that_arrives_during_shutdown_is_rejected(front: SandboxServe
         assert response.status == 503
 
 
-async def test_body_that_cannot_be_decompressed_is_rejected(front: SandboxServer) -> None:
+async def test_body_that_cannot_be_decompressed_is_rejected(front: FrontServer) -> None:
     assert (await post(front, PROGRAM + b"}", **{"Content-Encoding": "gzip"}))[0] == 400
 
 
@@ -111,7 +110,7 @@ async def test_body_that_cannot_be_decompressed_is_rejected(front: SandboxServer
     ],
     ids=["invalid values", "empty lists", "empty objects", "members", "UTF-16"],
 )
-async def test_too_many_json_values_are_rejected_unparsed(front: SandboxServer, fields: bytes) -> None:
+async def test_too_many_json_values_are_rejected_unparsed(front: FrontServer, fields: bytes) -> None:
     body = fields if fields.startswith(b"\xff\xfe") else PROGRAM + b"," + fields + b"}"
     status, answer = await post(front, body)
     assert status == 422
@@ -119,14 +118,14 @@ async def test_too_many_json_values_are_rejected_unparsed(front: SandboxServer, 
 
 
 @pytest.mark.parametrize("text", ["[{,", 'f"{x}",', "\\", '\\"', '"\\",[', "\\\\\\", "\U0001f600,\n"])
-async def test_text_of_any_content_is_accepted(front: SandboxServer, text: str) -> None:
+async def test_text_of_any_content_is_accepted(front: FrontServer, text: str) -> None:
     code = text * 200_000
     status, answer = await post(front, json.dumps({"code": code, "language": "python"}).encode())
     assert status == 200
     assert answer["run_result"]["stdout"] == code
 
 
-async def test_compressed_body_counts_with_its_full_size(front: SandboxServer) -> None:
+async def test_compressed_body_counts_with_its_full_size(front: FrontServer) -> None:
     body = gzip.compress(PROGRAM + b" " * (65 << 20) + b"}", 1)
     assert (await post(front, body, **{"Content-Encoding": "gzip"}))[0] == 413
 

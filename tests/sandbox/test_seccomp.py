@@ -289,11 +289,14 @@ PRELUDE = """
         result = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(argument) for argument in arguments))
         return "ok" if result >= 0 else errno.errorcode[ctypes.get_errno()]
 
+    def load(filter):
+        syscalls.make([syscalls.prepare_seccomp(filter)])
+
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
 """
 LOAD = {
-    True: "syscalls.seccomp(seccomp.zygote_filter(namespaces=True)); syscalls.seccomp(seccomp.program_filter())",
-    False: "syscalls.seccomp(seccomp.zygote_filter(namespaces=False))",
+    True: "load(seccomp.zygote_filter(namespaces=True)); load(seccomp.program_filter())",
+    False: "load(seccomp.zygote_filter(namespaces=False))",
 }
 
 

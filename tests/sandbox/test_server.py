@@ -319,7 +319,7 @@ async def test_idempotency_key_runs_once(client: SandboxClient, server: str) -> 
 
 
 async def test_killed_zygote_is_replaced_and_requests_retried() -> None:
-    with serving("--capacity", "4") as running:
+    with serving("--fronts", "1", "--capacity", "4") as running:
         async with SandboxClient(running.url) as client:
             assert (await client.run("print(1)")).stdout == "1\n"
         children = psutil.Process(running.process.pid).children()
@@ -357,6 +357,23 @@ async def test_sigterm_drains_and_rejects_new_requests() -> None:
         await asyncio.sleep(0.2)
         assert (await post(running.url, program("print(1)")))[0] == 503
         assert (await slow)[1]["run_result"]["stdout"] == "done\n"
+        assert await asyncio.to_thread(running.process.wait, 10) == 0
+
+
+@pytest.mark.parametrize("fronts", ["1", "2"])
+async def test_sigterm_waits_for_requests_without_ticket(fronts: str) -> None:
+    """The second request of a session waits for the first one, before admission."""
+    with serving("--capacity", "2", "--fronts", fronts) as running:
+        await post(running.url, program("x = 0", session_id="s"))
+        first, second = (
+            asyncio.create_task(
+                post(running.url, program("import time; time.sleep(1); x += 1; print(x)", session_id="s"))
+            )
+            for _ in range(2)
+        )
+        await asyncio.sleep(0.5)
+        running.process.send_signal(signal.SIGTERM)
+        assert {(await one)[1]["run_result"]["stdout"] for one in (first, second)} == {"1\n", "2\n"}
         assert await asyncio.to_thread(running.process.wait, 10) == 0
 
 

@@ -57,6 +57,7 @@ async def test_cell_that_ignores_interrupt_ends_session(client: SandboxClient) -
         ("import os; os.closerange(0, 1000)", 1),
         ("import os, struct; os.write(3, struct.pack('>I', 4) + b'oops')", -9),
         ("import os, struct; os.write(3, struct.pack('>I', 2**31))", -9),
+        ("import os, struct; os.write(3, 2 * (struct.pack('>I', 2) + b'{}'))", -9),
     ],
 )
 async def test_cell_that_breaks_interpreter_ends_session(client: SandboxClient, code: str, return_code: int) -> None:
@@ -66,6 +67,11 @@ async def test_cell_that_breaks_interpreter_ends_session(client: SandboxClient, 
     assert (broken.outcome, broken.return_code) == ("failed", return_code)
     after = await client.run("print('again')", session_id=name)
     assert (after.stdout, after.session_is_new) == ("again\n", True)
+
+
+async def test_cell_larger_than_buffers_is_run(client: SandboxClient) -> None:
+    large = await client.run(f"# {'x' * 2_000_000}\nprint('y' * 500_000)", session_id="large")
+    assert (large.outcome, large.stdout) == ("ok", "y" * 500_000 + "\n")
 
 
 GREEDY = {
@@ -167,6 +173,36 @@ async def test_deleted_session_kills_running_cell(server: str, client: SandboxCl
     assert time.monotonic() - began < 30, "the cell ran to its end"
     assert not await client.end_session("ended")
     assert not await client.end_session("there-was-none")
+
+
+async def test_session_deleted_before_its_start_does_not_run() -> None:
+    with serving() as server:  # its interpreters for sessions start in a second or two
+        async with SandboxClient(server.url) as client:
+            cell = f"{name_process('late')}\nimport time; time.sleep(60)"
+            waiting = asyncio.create_task(client.run(cell, session_id="early", run_timeout=60))
+            async with asyncio.timeout(30):
+                while not (await client.ping()).running:
+                    await asyncio.sleep(0.01)
+                assert await client.end_session("early")
+                with pytest.raises(SandboxRefused, match="was deleted"):
+                    await waiting
+            assert not server.processes_named("late")
+
+
+async def test_starved_cell_ends_session(client: SandboxClient) -> None:
+    """Else, a retry would run the cell again on the variables that it has changed."""
+    await client.run("x = 1", session_id="starved")
+    cell, limits = "import time; time.sleep(60)", {"run_timeout": 30, "wall_timeout": 0.5}
+    with pytest.raises(SandboxUnavailable, match="too busy"):
+        await client.run(cell, session_id="starved", deadline=time.monotonic() + 3, **limits)
+    assert (await client.run("1", session_id="starved")).session_is_new
+
+
+async def test_end_of_session_is_reported_once(client: SandboxClient) -> None:
+    await client.run("x = 1", session_id="once-over")
+    assert (await client.run("import os; os._exit(0)", session_id="once-over")).session_is_over
+    after = await client.run("1", session_id="once-over")
+    assert (after.session_is_new, after.session_died) == (True, False)
 
 
 async def test_session_is_over_is_reported(client: SandboxClient) -> None:
@@ -291,3 +327,9 @@ async def test_notebook_is_isolated_and_times_out(client: SandboxClient) -> None
     assert len(slow.cells) == 2
     limited = await client.run_jupyter(["while True: pass", "1"], cell_timeout=0.3)
     assert limited.outcome == "timeout"
+
+
+async def test_notebook_of_sleeping_cells_times_out(client: SandboxClient) -> None:
+    cells = ["import time; time.sleep(4)", "time.sleep(4)"]
+    slow = await client.run_jupyter(cells, total_timeout=2, deadline=time.monotonic() + 60)
+    assert (slow.outcome, len(slow.cells)) == ("timeout", 2)

@@ -123,7 +123,7 @@ async def test_soak(server: Serving, request: pytest.FixtureRequest, report_figu
             done[name] += 1
 
     def memory() -> int:
-        return server.processes()[0].memory_info().rss
+        return sum(front.memory_info().rss for front in server.fronts())
 
     async with SandboxClient(server.url) as client:
         senders = [asyncio.create_task(send_requests()) for _ in range(CONCURRENT_REQUESTS)]

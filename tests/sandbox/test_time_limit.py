@@ -45,6 +45,15 @@ def test_elapsed_time_of_request_is_limited(elapsed_s: float, waited_s: float, v
     assert TimeLimit(1.5, max_elapsed_s=3.0).check(TimeSample(elapsed_s, 0.1, waited_s)) is verdict
 
 
+@pytest.mark.parametrize(
+    ("earlier_own_s", "own_s", "verdict"),
+    [(15.0, 6.0, TimeVerdict.TIMEOUT), (8.0, 1.0, TimeVerdict.TIMEOUT), (8.0, 0.9, TimeVerdict.STARVED)],
+)
+def test_own_time_of_earlier_cells_counts(earlier_own_s: float, own_s: float, verdict: TimeVerdict) -> None:
+    limit = TimeLimit(10.0, max_elapsed_s=6.0, full_own_s=FULL_TIME_FRACTION * 10.0 - earlier_own_s)
+    assert limit.check(TimeSample(6.0, 0.0, waited_s=6.0 - own_s)) is verdict
+
+
 @st.composite
 def timelines(draw: st.DrawFn) -> list[tuple[str, float]]:
     """Return what a thread does, with durations: it runs, and then waits or sleeps and waits until it runs again."""

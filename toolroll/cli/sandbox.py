@@ -62,6 +62,7 @@ def serve(
     host: Annotated[str | None, _option("Address to listen on.", "127.0.0.1")] = None,
     port: Annotated[int | None, _option("Port to listen on; 0 for a free port.", "8080")] = None,
     capacity: Annotated[int | None, _option("Number of programs that run concurrently.", "number of CPUs + 1")] = None,
+    fronts: Annotated[str | None, _option("Processes that handle requests; auto for one per 4 CPUs.", "auto")] = None,
     queue: Annotated[int | None, _option("Maximum number of waiting requests; more get 429.", "1000")] = None,
     memory_mb: Annotated[int | None, _option("Memory limit of a program, in megabytes.", "1024")] = None,
     disk_mb: Annotated[int | None, _option("Maximum size of a program's files, in megabytes.", "512")] = None,
@@ -147,7 +148,7 @@ def run_async(work: Coroutine[Any, Any, T], *, as_server: bool = False) -> T:
     Ctrl+C ends the command with status 130.
     """
     if as_server:
-        from toolroll.sandbox.server.server import new_event_loop
+        from toolroll.sandbox.server.event_loop import new_event_loop
     else:
         from uvloop import new_event_loop
 
@@ -164,14 +165,14 @@ async def _serve(settings: ServerSettings, *, as_json: bool) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         if as_json:
-            isolation, capacity = server.isolation, settings.capacity
-            fields = {"url": server.url, "tier": isolation.tier, "gaps": isolation.gaps, "capacity": capacity}
+            found, capacity = server.description, settings.capacity
+            fields = {"url": server.url, "tier": found.tier, "gaps": found.gaps, "capacity": capacity}
             logger.info("serving on %s", server.url, extra=fields)
         else:
             _describe_server(server)
         await stop.wait()
         stop.clear()
-        message = f"Stopping; waiting for {server.http_app.admission.running} running programs."
+        message = f"Stopping; waiting for {server.hub.state.running} running programs."
         if as_json:
             logger.info("%s", message)
         else:
@@ -184,18 +185,17 @@ async def _serve(settings: ServerSettings, *, as_json: bool) -> None:
 
 def _describe_server(server: SandboxServer) -> None:
     """Print how the server isolates programs, what it can run, and its address."""
-    from toolroll.sandbox.server.execution.languages import Toolchain
-
-    settings, console = server.settings, output.SafeConsole(highlight=False)
-    for note in server.isolation.notes:
+    settings, found, console = server.settings, server.description, output.SafeConsole(highlight=False)
+    for note in found.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", soft_wrap=True)
-    for gap in server.isolation.gaps:
+    for gap in found.gaps:
         console.print(f"[yellow]gap:[/yellow] {escape(gap)}", soft_wrap=True)
-    found = sorted(name for name, toolchain in server.toolchains.items() if isinstance(toolchain, Toolchain))
-    console.print(f"isolation  {TIER_DESCRIPTIONS[server.isolation.tier]}", soft_wrap=True)
-    console.print(f"languages  {', '.join(found)}", soft_wrap=True)
-    memory = "" if server.isolation.tier == "none" else f" of {settings.memory_mb} MB"
+    console.print(f"isolation  {TIER_DESCRIPTIONS[found.tier]}", soft_wrap=True)
+    console.print(f"languages  {', '.join(found.languages)}", soft_wrap=True)
+    memory = "" if found.tier == "none" else f" of {settings.memory_mb} MB"
     console.print(f"capacity   {settings.capacity} programs{memory}, {settings.queue} waiting requests")
+    if settings.front_count > 1:
+        console.print(f"fronts     {settings.front_count} processes")
     console.print(f"[bold]serving on {server.url}[/bold]")
 
 

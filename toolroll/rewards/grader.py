@@ -364,12 +364,11 @@ class CodeGrader:
     async def _run_case(self, solution: Solution, case: Case) -> CaseResult:
         try:
             run = solution.prepare(case)
-            execution, queue_wait, _ = await self.sandbox.run(
-                run.code, solution.language, stdin=run.stdin, run_timeout=solution.timeout
-            )
+            ran = await self.sandbox.run(run.code, solution.language, stdin=run.stdin, run_timeout=solution.timeout)
+            execution = ran.execution
             verdict, detail = judge(case, run, execution, self.settings.float_tolerance)
             self._streak.record(False)
-            return CaseResult(verdict, detail, execution.execution_time, queue_wait, execution.attempts)
+            return CaseResult(verdict, detail, execution.execution_time, ran.waited, execution.attempts)
         except InfraFault as fault:
             self._streak.record(not isinstance(fault, SandboxRefused))  # a rejection concerns only this request
             self._log_fault(fault)

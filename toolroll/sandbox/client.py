@@ -32,6 +32,7 @@ from toolroll.http.failures import RETRYABLE_STATUSES, failure_from_status
 from toolroll.sandbox import protocol
 from toolroll.sandbox.execution import Execution, Notebook, read_execution, read_notebook
 from toolroll.sandbox.server_clock import ServerClock
+from toolroll.tracing.context import trace_headers
 
 T = TypeVar("T")
 Parser = Callable[[bytes, HttpRequest[Any]], T]
@@ -307,7 +308,7 @@ class SandboxClient:
         async def headers(url: str) -> dict[str, str]:
             if lease is not None or _was_late(request):
                 await self._measure_clock(url)
-            found = {protocol.DEADLINE_HEADER: str(self._server_time(url, policy.last_start))}
+            found = {**trace_headers(), protocol.DEADLINE_HEADER: str(self._server_time(url, policy.last_start))}
             if lease is not None:
                 found[protocol.LEASE_HEADER] = lease
                 found[protocol.GRANTED_HEADER] = str(self._server_time(url, granted_at))

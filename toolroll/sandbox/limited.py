@@ -9,6 +9,8 @@ Invariants:
   endpoints, and at most `num_workers` of them are from this process. Slots are granted in FIFO order.
 - A slot is held until its request ends, even if the caller was cancelled or its deadline passed: the program may still
   be running.
+- A program that times out because a wait had shortened its time is an infra fault. The waits are those for a slot, and
+  that of the tool call for an equal call (`cache_wait_s`).
 - If the process was suspended for so long that it lost its slot, the sandbox rejects the request, and the call acquires
   another slot. The time by which a slot expires is fixed when the slot is granted.
 - Every call returns, raises an `InfraFault` or is cancelled by its deadline, even if the sandbox never responds.
@@ -26,9 +28,10 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from toolroll.errors import InfraFault, SandboxRefused, SandboxUnavailable
+from toolroll.limiter.limited import cache_wait_s
 from toolroll.limiter.limiter import LocalLimiter
 from toolroll.limiter.registry import get_limiter
-from toolroll.limiter.slot_queue import Slot
+from toolroll.limiter.slot import Slot
 from toolroll.sandbox.client import EXECUTION_OVERHEAD_S, QUEUE_ALLOWANCE_S, SandboxClient
 from toolroll.sandbox.execution import Execution, ExecutionOutcome
 from toolroll.sandbox.fence import SandboxFence
@@ -83,6 +86,8 @@ class RunResult(NamedTuple):
     """Time until the slot was granted, in seconds."""
     run_timeout: float
     """Run time that the program was allowed, in seconds."""
+    is_shortened: bool = False
+    """True if the deadline left the program less time than was requested."""
 
 
 class _Schedule:
@@ -95,11 +100,15 @@ class _Schedule:
     def __init__(self, language: str, run_timeout: float, deadline: float | None, *, rate_limit: int) -> None:
         self.requested_at = time.monotonic()
         self.compile_timeout = max(COMPILE_TIMEOUT_FLOOR_S, run_timeout)
-        self.run_timeout = _run_timeout_before(deadline, run_timeout, self.requested_at)
-        """Run time that the program gets if it does not wait for a slot."""
+        self.earlier_wait_s = cache_wait_s()
+        """Time that the tool call has waited for an equal call."""
+        self.run_timeout = _run_timeout_before(deadline, run_timeout, self.requested_at - self.earlier_wait_s)
+        """Run time that the program gets if it does not wait."""
         compile_s = 0.0 if language == "python" else max_wall_time(self.compile_timeout)
         self.wall_timeout = compile_s + max_wall_time(self.run_timeout)
         """Maximum time of compiler and program."""
+        self.requested_wall_timeout = compile_s + max_wall_time(run_timeout)
+        """Maximum time of compiler and program without the deadline."""
         self.max_execution_s = self.wall_timeout + EXECUTION_OVERHEAD_S
         """Maximum time from the start of the compiler until the result arrives."""
         if deadline is None:
@@ -161,14 +170,13 @@ class LimitedSandbox:
             deadline: Time by which the call ends, on the clock of `time.monotonic()`.
 
         Returns:
-            The result of the program. Its outcome is a timeout only if the wait for a slot did not shorten the run
-            time much.
+            The result of the program. Its outcome is a timeout only if waits did not shorten the run time much.
 
         Raises:
             SlotTimeout: If no slot became free in time.
             LimiterUnavailable: If the limiter of the cluster could not be reached.
             SandboxUnavailable: If the sandbox was unreachable, overloaded or failing, or if the program timed out
-                because the wait for a slot had shortened its run time.
+                because a wait for a slot or an equal call had shortened its run time.
             SandboxRefused: If the sandbox rejected the request.
         """
         schedule = _Schedule(language, run_timeout, deadline, rate_limit=self.settings.rate_limit)
@@ -242,12 +250,15 @@ class LimitedSandbox:
             execution = await self._send(request, slots, deadline)
             is_shortened = run_timeout < FULL_TIME_FRACTION * schedule.run_timeout
             if execution.outcome is ExecutionOutcome.TIMEOUT and is_shortened:
-                raise SandboxUnavailable(
+                raise _out_of_time(
                     f"{self.resource}: the program timed out after {run_timeout:.1f} s instead of "
-                    f"{schedule.run_timeout:.1f} s because it waited {waited:.1f} s for a slot. Raise rate_limit, or "
-                    "allow more time."
+                    f"{schedule.run_timeout:.1f} s because it waited {waited:.1f} s for a slot and "
+                    f"{schedule.earlier_wait_s:.1f} s for an equal call. Raise rate_limit, or allow more time."
                 )
-            return RunResult(execution, waited, run_timeout)
+            requested_s = schedule.requested_wall_timeout
+            return RunResult(
+                execution, waited, run_timeout, _wall_timeout_before(deadline, requested_s, sent_at) < requested_s
+            )
         except InfraFault as error:
             waited = time.monotonic() - schedule.requested_at if waited is None else waited
             error.metrics = {**error.metrics, "queue_wait": waited}
@@ -279,7 +290,7 @@ class LimitedSandbox:
         task.add_done_callback(lambda _: self._finish(task, slots))
         await asyncio.wait({task}, timeout=None if deadline is None else deadline - sent_at)
         if not task.done():
-            raise SandboxUnavailable(
+            raise _out_of_time(
                 f"{self.resource}: no complete response by the deadline, {time.monotonic() - sent_at:.1f} s after the "
                 "request was sent. Check that the sandbox is not overloaded. Lower rate_limit, or allow more time."
             )
@@ -291,6 +302,12 @@ class LimitedSandbox:
             slot.release()
         if not task.cancelled():
             task.exception()  # mark it as retrieved: the caller may have left
+
+
+def _out_of_time(message: str) -> SandboxUnavailable:
+    error = SandboxUnavailable(message)
+    error.depends_on_deadline = True
+    return error
 
 
 def _wall_timeout_before(deadline: float | None, wall_timeout: float, now: float) -> float:

@@ -228,7 +228,7 @@ class Ping(BaseModel):
 class FenceRequest(BaseModel):
     """Request of `POST /v1/holders/{holder}/fence`."""
 
-    lease: int
+    lease: int = Field(ge=-(2**63), le=2**63 - 1)
     """Number of the lease up to which requests are rejected."""
 
 

@@ -1,43 +1,32 @@
-"""The sandbox server: set-up, listening, shutdown."""
+"""The sandbox server: set-up, listening, shutdown.
+
+A server has one hub and one or more fronts. A single front runs in the process of the hub. Several fronts are separate
+processes, which share one address: see `front_pool`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
-import resource
-import selectors
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+import socket
 
-import uvloop
 from aiohttp import web
 
 from toolroll.errors import ConfigError
 from toolroll.sandbox.protocol import max_wall_time
-from toolroll.sandbox.server.api.access_log import AccessLogger, access_logger
-from toolroll.sandbox.server.api.http_app import HttpApp
-from toolroll.sandbox.server.execution import languages
-from toolroll.sandbox.server.execution.languages import Toolchain
-from toolroll.sandbox.server.execution.plain_executor import NoIsolation, PlainExecutor
-from toolroll.sandbox.server.settings import ServerSettings, can_isolate, require_isolation
-
-if TYPE_CHECKING:  # modules of Linux
-    from toolroll.sandbox.server.execution.executor import Executor, Toolchains
-    from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
+from toolroll.sandbox.server.fronts.front import LISTEN_BACKLOG, Front, find_toolchains
+from toolroll.sandbox.server.hub.hub import Hub
+from toolroll.sandbox.server.hub.messages import ServerDescription
+from toolroll.sandbox.server.settings import ServerSettings, require_isolation
 
 DRAIN_MARGIN_S = 60.0
 """Time for running programs to end on shutdown, in addition to the maximum timeout."""
-KEEPALIVE_TIMEOUT_S = 75.0
-"""Time after which a connection without a request is closed. Clients send again on a new connection."""
-MAX_OPEN_FILES_OF_MACOS = 10240
-"""Maximum soft limit of open files that macOS always accepts, even if the hard limit is infinite."""
-LISTEN_BACKLOG = 4096
-"""Connections that the kernel queues. Thousands of clients may connect at once; they wait in the admission queue."""
 
 
 class SandboxServer:
-    """A sandbox server in this process. Use it as an async context manager.
+    """A sandbox server. Use it as an async context manager.
 
     Args:
         settings: Settings of the server.
@@ -45,20 +34,19 @@ class SandboxServer:
     Example:
         ```python
         async with SandboxServer(ServerSettings(port=0)) as server:
-            print(server.url, server.isolation.tier)
+            print(server.url, server.description.tier)
         ```
     """
 
     url: str
     """Address of the server, after it has started."""
-    isolation: IsolationTier | NoIsolation
-    """Isolation of the programs."""
-    toolchains: Toolchains
-    """Toolchain of each language, or how to install it."""
+    description: ServerDescription
+    """Isolation and languages of the programs, after the server has started."""
+    hub: Hub
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self._runner: web.AppRunner | None = None
+        self._closing = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> SandboxServer:
         """Set up the server and start listening.
@@ -67,83 +55,79 @@ class SandboxServer:
             ConfigError: If the server cannot be started. The message names the remedy.
         """
         require_isolation(unsafe=self.settings.unsafe)
-        _raise_open_file_limit()
-        python = self.settings.python
-        search_path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
-        # Without isolation, compilers are not searched: on a Mac without them, that would open a dialog.
-        self.toolchains = await asyncio.to_thread(languages.find_all, search_path, python, with_compilers=can_isolate())
-        self.executor = (
-            await self._isolating_executor()
-            if can_isolate()
-            else PlainExecutor(self.settings, self.toolchains, search_path)
-        )
-        self.isolation = self.executor.isolation
-        self.http_app = HttpApp(self.settings, self.executor)
-        try:
-            await self.executor.start()
-            await self._listen()
-        except OSError as error:
-            await self.executor.close()
-            raise ConfigError(f"The server could not be started: {error}") from error
+        self.hub = Hub(self.settings)
+        async with contextlib.AsyncExitStack() as closing:
+            try:
+                if self.settings.front_count == 1:
+                    front = self._new_front()
+                    closing.push_async_callback(front.close)
+                    self.description = await front.start(await asyncio.to_thread(find_toolchains, self.settings.python))
+                    await self._listen(front)
+                else:
+                    await self._start_processes(closing)
+            except OSError as error:
+                raise ConfigError(f"The server could not be started: {error}") from error
+            self._closing = closing.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Stop listening and kill all programs."""
-        if self._runner:
-            await self._runner.cleanup()
-        await self.executor.close()
+        await self._closing.aclose()
 
     async def drain(self) -> None:
         """Reject new requests and wait until all programs have ended."""
-        await self.http_app.drain(max_wall_time(self.settings.max_timeout) + DRAIN_MARGIN_S)
+        await self.hub.drain(max_wall_time(self.settings.max_timeout) + DRAIN_MARGIN_S)
 
-    async def _isolating_executor(self) -> Executor:
-        from toolroll.sandbox.server.execution import isolation_tiers
-        from toolroll.sandbox.server.execution.executor import Executor
+    def _new_front(self) -> Front:
+        """Return a front in this process."""
+        number = 0
+        front = Front(self.settings, lambda message: self.hub.handle(number, message), os.urandom(16))
+        self.hub.connect(number, front.hub.receive)
+        return front
 
-        found = [toolchain for toolchain in self.toolchains.values() if isinstance(toolchain, Toolchain)]
-        toolchain_paths = [path for toolchain in found for path in toolchain.readable]
-        isolation = await isolation_tiers.find(self.settings, toolchain_paths)
-        return Executor(self.settings, isolation, self.toolchains)
-
-    async def _listen(self) -> None:
-        app = self.http_app.build()
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=access_logger if self.settings.access_log else None,
-            access_log_class=AccessLogger,
-            shutdown_timeout=1,
-            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.settings.host, self.settings.port, backlog=LISTEN_BACKLOG)
+    async def _listen(self, front: Front) -> None:
+        """Accept connections for a front in this process."""
+        site = web.TCPSite(front.runner, self.settings.host, self.settings.port, backlog=LISTEN_BACKLOG)
         await site.start()
-        host, port = self._runner.addresses[0][:2]
+        self._set_url(*front.runner.addresses[0][:2])
+
+    async def _start_processes(self, closing: contextlib.AsyncExitStack) -> None:
+        from toolroll.sandbox.server.fronts.front_pool import FrontPool
+
+        listeners = _listening_sockets(self.settings.host, self.settings.port)
+        for listener in listeners:
+            closing.enter_context(listener)
+        pool = FrontPool(self.settings, self.hub)
+        closing.push_async_callback(pool.close)
+        self.description = await pool.start(listeners)
+        self._set_url(*listeners[0].getsockname()[:2])
+
+    def _set_url(self, host: str, port: int) -> None:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that programs cannot break.
+def _listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """Return a socket for each address of a host that this machine has, all with the same port.
 
-    The kernel limits the epoll watches of each user. Programs of a server that runs as an unprivileged user have the
-    same user and can use up all watches, upon which uvloop aborts the process. poll(2) has no such limit. A server that
-    runs as root does not share its user with programs.
-
-    Returns:
-        A loop of uvloop for root, otherwise a loop of asyncio that uses poll.
-
-    Example:
-        ```python
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(main())
-        ```
+    Raises:
+        OSError: If the port is in use, or the machine has none of the addresses.
     """
-    return uvloop.new_event_loop() if os.geteuid() == 0 else asyncio.SelectorEventLoop(selectors.PollSelector())
-
-
-def _raise_open_file_limit() -> None:
-    """Raise the limit to the maximum: a connection uses one descriptor, a running program about nine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = hard if sys.platform == "linux" else max(soft, min(hard, MAX_OPEN_FILES_OF_MACOS))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    listeners: list[socket.socket] = []
+    missing: OSError | None = None
+    for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        family, address = found[0], found[4]
+        try:
+            listener = socket.create_server((address[0], port, *address[2:]), family=family, backlog=LISTEN_BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:  # for example, ::1 on a machine without IPv6
+                missing = error
+                continue
+            for listener in listeners:
+                listener.close()
+            raise
+        listener.setblocking(False)
+        listeners.append(listener)
+        port = listener.getsockname()[1]
+    if missing and not listeners:
+        raise missing
+    return listeners

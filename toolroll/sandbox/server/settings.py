@@ -6,12 +6,15 @@ import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from toolroll.errors import ConfigError
 
 MEGABYTE = 1 << 20
+CPUS_PER_FRONT = 4
+"""Number of CPUs that one front can keep busy with the shortest programs."""
 ISOLATION_REMEDIES = (
     "Start the server in a Linux container (docs/operations/deploy.md), set SANDBOX_FUSION_URL to the address of a "
     "server on another machine, or use --unsafe to run code that you trust without isolation."
@@ -41,6 +44,11 @@ def cpu_count() -> int:
     return allowed
 
 
+def fronts_for(cpus: int) -> int:
+    """Return how many processes are needed to handle the requests of a machine with this number of CPUs."""
+    return max(1, cpus // CPUS_PER_FRONT)
+
+
 class ServerSettings(BaseModel):
     """Settings of `toolroll sandbox serve`, named after its options."""
 
@@ -57,6 +65,8 @@ class ServerSettings(BaseModel):
     """
     capacity: int = Field(default_factory=lambda: cpu_count() + 1, ge=1)
     """Number of programs that run at the same time. One more than the CPUs, so that no CPU idles while one starts."""
+    fronts: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Number of processes that handle requests. "auto" for one per `CPUS_PER_FRONT` CPUs."""
     queue: int = Field(default=1000, ge=0)
     """Maximum number of waiting requests. Further requests are rejected with 429."""
     memory_mb: int = Field(default=1024, ge=32)
@@ -80,3 +90,10 @@ class ServerSettings(BaseModel):
     unsafe: bool = False
     """Whether to start even if programs cannot be isolated. Use it in a dedicated virtual machine, or for code that you
     trust."""
+
+    @property
+    def front_count(self) -> int:
+        """Number of processes that handle requests. More than one need Linux."""
+        if not can_isolate():
+            return 1
+        return min(self.capacity, fronts_for(cpu_count()) if self.fronts == "auto" else self.fronts)

@@ -1,1 +1,1 @@
-"""HTTP API of the sandbox server: admission, idempotency, metrics."""
+"""HTTP API of the sandbox server."""

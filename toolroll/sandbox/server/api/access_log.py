@@ -7,6 +7,8 @@ import logging
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
+from toolroll.tracing.context import TRACEPARENT_HEADER, read_trace_id
+
 access_logger = logging.getLogger("toolroll.sandbox.access")
 
 
@@ -15,6 +17,8 @@ class AccessLogger(AbstractAccessLogger):
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         """Log a request that was answered after `time` seconds."""
+        if request.remote == "":  # it came over a Unix socket: the front that has forwarded it logs it
+            return
         fields = {
             "method": request.method,
             "path": request.path,
@@ -22,4 +26,8 @@ class AccessLogger(AbstractAccessLogger):
             "seconds": round(time, 4),
             "remote": request.remote,
         }
-        self.logger.info("%(method)s %(path)s %(status)d %(seconds).4f s from %(remote)s", fields, extra=fields)
+        message = "%(method)s %(path)s %(status)d %(seconds).4f s from %(remote)s"
+        if (trace := read_trace_id(request.headers.get(TRACEPARENT_HEADER, ""))) is not None:
+            fields["trace_id"] = trace
+            message += " trace %(trace_id)s"
+        self.logger.info(message, fields, extra=fields)

@@ -11,7 +11,7 @@ Every request gets a response: the result of the program, or the reason why it w
 | 410 | the session was deleted |
 | 412 | the limiter's lease of the request has ended; the client must acquire another slot |
 | 413 | the request is too large |
-| 429 | the queue is full or all sessions are in use; `Retry-After` is the delay in seconds |
+| 429 | the queue is full, all sessions are in use, or too many requests wait for one; `Retry-After` is in seconds |
 | 503 | the server is shutting down |
 | 504 | the deadline of the request has passed |
 
@@ -25,14 +25,15 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import json
 import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -40,14 +41,14 @@ from pydantic import ValidationError
 from toolroll.sandbox import protocol
 from toolroll.sandbox.protocol import SandboxResponse
 from toolroll.sandbox.server.api import request_origin
-from toolroll.sandbox.server.api.admission import AdmissionQueue, DeadlineExceeded, QueueFull
-from toolroll.sandbox.server.api.fencing import LeaseFences, LeaseLost, LeaseToken
 from toolroll.sandbox.server.api.idempotency import IdempotencyCache
-from toolroll.sandbox.server.api.metrics import ServerMetrics
-from toolroll.sandbox.server.api.request_body import BodyMemoryExhausted, BodyReceiver
+from toolroll.sandbox.server.api.request_body import BodyReceiver
 from toolroll.sandbox.server.execution.job import InvalidProgram, JobFailed
 from toolroll.sandbox.server.execution.languages import MissingToolchain, Toolchain
-from toolroll.sandbox.server.execution.sessions import SessionEnded, SessionLimitReached
+from toolroll.sandbox.server.hub.fencing import LeaseToken
+from toolroll.sandbox.server.hub.hub_client import AtOtherFront, HubClient
+from toolroll.sandbox.server.hub.messages import Ticket
+from toolroll.sandbox.server.hub.rejections import LeaseLost, QueueFull, Rejected
 from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
 
 if TYPE_CHECKING:
@@ -57,84 +58,52 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _VERSION = version("toolroll")
-DRAIN_POLL_INTERVAL_S = 0.02
 MAX_REPORTED_ERRORS = 20
 """Maximum number of validation errors in one response."""
 _PUBLIC_PATHS = ("/v1/ping",)
 """Paths without authentication, for load balancers. They reveal nothing about programs."""
-_REJECTIONS: dict[type[Exception], tuple[int, str]] = {
-    QueueFull: (429, "full"),
-    BodyMemoryExhausted: (429, "full"),
-    SessionLimitReached: (429, "sessions"),
-    SessionEnded: (410, "ended"),
-    DeadlineExceeded: (protocol.LATE_STATUS, "late"),
-    LeaseLost: (protocol.LEASE_LOST_STATUS, "fenced"),
-    InvalidProgram: (422, "bad"),
-}
-"""HTTP status and label of the `refused` metric for each exception."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FORWARDED_HEADER = "X-Toolroll-Forwarded"
+"""Header of a request that another front has forwarded. Its value is a secret of the server."""
+FORWARD_TIMEOUT_S = 30.0
+FORWARD_RETRY_INTERVAL_S = 0.1
+Forward = Callable[[int, web.Request, bytes], Awaitable[web.Response]]
+"""Sends a request, with its body, to another front. Raises FrontDied if there is no response."""
 RequestT = TypeVar("RequestT", protocol.RunCodeRequest, protocol.RunJupyterRequest)
 
 
-class StartConditions(NamedTuple):
-    """Conditions under which the program of a request may start."""
-
-    deadline: float | None
-    """Unix time after which it may not start."""
-    lease: LeaseToken | None
-    """Lease of the limiter by which it is sent."""
-    granted_at: float
-    """Unix time at which its slot was granted."""
-
-    @classmethod
-    def read(cls, headers: Mapping[str, str], deadline: float | None) -> Self:
-        """Read the headers of a request, whose body may contain a deadline, too.
-
-        Raises:
-            InvalidProgram: If a header is invalid.
-        """
-        lease, header = headers.get(protocol.LEASE_HEADER), headers.get(protocol.DEADLINE_HEADER)
-        granted = headers.get(protocol.GRANTED_HEADER, "inf")
-        try:
-            deadlines = [] if deadline is None else [deadline]
-            deadlines += [] if header is None else [float(header)]
-            if any(map(math.isnan, [*deadlines, float(granted)])):
-                raise ValueError
-            token = None if lease is None else LeaseToken.parse(lease)
-            return cls(min(deadlines, default=None), token, float(granted))
-        except ValueError:
-            values = f"{lease!r}, {header!r}, {granted!r}"
-            raise InvalidProgram(f"Invalid lease, deadline or time of the grant in the headers: {values}.") from None
-
-    def raise_if_late(self) -> None:
-        """Raise LeaseLost if the request arrives late. Its process was suspended, or the network delayed it."""
-        if self.lease and self.deadline is not None and time.time() > self.deadline:
-            raise LeaseLost("The request arrived after its deadline.")
+class FrontDied(Exception):
+    """Raised when the front to which a request was forwarded has died."""
 
 
 class HttpApp:
-    """Request handlers of one server.
+    """Request handlers of one front.
 
     Args:
         settings: Settings of the server.
         executor: Executor that runs the programs.
+        hub: The hub, which decides which requests may run.
+        scope_key: Secret of the server, by which the names of sessions are made unique to a token.
+        forward: Function that sends a request to another front and returns its response.
     """
 
-    def __init__(self, settings: ServerSettings, executor: Executor | PlainExecutor) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        executor: Executor | PlainExecutor,
+        hub: HubClient,
+        scope_key: bytes,
+        forward: Forward,
+    ) -> None:
         self.settings = settings
         self.executor = executor
-        self.admission = AdmissionQueue(settings.capacity, settings.queue)
+        self.hub = hub
         self.idempotency_cache = IdempotencyCache()
-        self.fences = LeaseFences(time.time())
-        self.metrics = ServerMetrics()
-        self.is_draining = False
-        self._scope_key = os.urandom(16)
-        self._bodies = BodyReceiver(settings.request_mb * MEGABYTE)
+        self._scope_key = scope_key
+        self._forwarded = scope_key.hex()
+        self._forward = forward
+        self._bodies = BodyReceiver(settings.request_mb * MEGABYTE, settings.front_count)
         self._pod_name = os.environ.get("MY_POD_NAME")
-        self.metrics.add_gauge("running", "Programs that are running.", lambda: self.admission.running)
-        self.metrics.add_gauge("waiting", "Requests in the admission queue.", lambda: self.admission.waiting)
-        self.metrics.add_gauge("sessions", "Open sessions.", lambda: len(executor.sessions))
-        self.metrics.add_gauge("interpreter_restarts", "Zygotes that were replaced.", lambda: executor.restarts)
 
     def build(self) -> web.Application:
         """Return the aiohttp application."""
@@ -148,15 +117,6 @@ class HttpApp:
         app.router.add_get("/metrics", self._metrics)
         return app
 
-    async def drain(self, timeout_s: float) -> None:
-        """Reject new requests and wait until the admitted and waiting ones have ended, or until the timeout."""
-        self.is_draining = True
-        deadline = time.monotonic() + timeout_s
-        while self.admission.running or self.admission.waiting:
-            if time.monotonic() > deadline:
-                return
-            await asyncio.sleep(DRAIN_POLL_INTERVAL_S)
-
     @web.middleware
     async def _handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the token, call the handler and convert exceptions to responses."""
@@ -165,8 +125,10 @@ class HttpApp:
             if request.path not in _PUBLIC_PATHS:
                 self._check_token(request)
             return await handler(request)
-        except tuple(_REJECTIONS) as error:
-            return self._reject(*_REJECTIONS[type(error)], str(error))
+        except Rejected as error:
+            return self._reject(error.status, error.label, str(error), error.retry_after)
+        except InvalidProgram as error:
+            return self._reject(422, "bad", str(error))
         except ValidationError as error:
             return self._reject(422, "bad", _validation_details(error))
         except web.HTTPRequestEntityTooLarge:
@@ -195,55 +157,68 @@ class HttpApp:
         encoded = credentials.encode(errors="replace")
         return f"{name}@{hashlib.blake2b(encoded, key=self._scope_key, digest_size=8).hexdigest()}"
 
-    def _reject(self, status: int, reason: str, detail: Any) -> web.Response:
-        self.metrics.refused.labels(reason).inc()
-        headers = {"Retry-After": str(self.admission.retry_after())} if status == 429 else {}
+    def _reject(self, status: int, label: str, detail: Any, retry_after: int = 1) -> web.Response:
+        self.hub.count_refused(label)
+        headers = {"Retry-After": str(retry_after)} if status == 429 else {}
         return web.json_response({"detail": detail}, status=status, headers=headers)
 
     def _sandbox_error(self, message: str) -> web.Response:
         """Return the response for a failure of the server. It is never cached, so that a retry can succeed."""
         logger.warning("A program could not be run: %s", message)
+        self.hub.count_failed()
         status = protocol.RunStatus.SANDBOX_ERROR
-        self.metrics.executions.labels("", status).inc()
         response = protocol.RunCodeResponse(status=status, message=message, executor_pod_name=self._pod_name)
         return _json_response(response.model_dump_json().encode())
 
     async def _run_code(self, request: web.Request) -> web.Response:
         async with self._receive(request) as body:
             code = protocol.read(protocol.RunCodeRequest, body)
-            conditions = StartConditions.read(request.headers, code.deadline)
             self._check_timeouts(code.compile_timeout, code.run_timeout)
-            in_session, sessions = code.session_id is not None, self.executor.sessions
             if code.session_id is not None:
+                self.executor.check_session_request(code)  # before admission, which may end another session
                 code.session_id = self._scoped(request, code.session_id)
-            # Locked before admission: requests that wait for one session must not occupy slots of other requests.
-            lock = sessions.lock(code.session_id) if code.session_id is not None else contextlib.nullcontext()
+            key = self._response_key(request, code.idempotency_key, body)
+            keys = tuple(filter(None, [key, self._program_key(code)]))
+            ticket = self._ticket(request, code.deadline)._replace(session=code.session_id, keys=keys)
 
             async def respond() -> bytes:
-                async with lock:
-                    return await self._execute(code, self.executor.run_code, code.language, conditions)
+                execution = partial(self._execute, code, self.executor.run_code, code.language, ticket)
+                if code.session_id is None:
+                    return await execution()
+                with self.hub.in_flight():  # also if the client disconnects
+                    # Locked before admission: requests that wait for one session must not occupy slots of others.
+                    lock = await self.executor.sessions.acquire(code.session_id, ticket.deadline)
+                    try:
+                        return await execution()
+                    finally:
+                        lock.release()
 
-            return await self._respond_once(request, code.idempotency_key, body, respond, finish=in_session)
+            return await self._respond_once(request, body, key, respond, finish=code.session_id is not None)
 
     async def _run_jupyter(self, request: web.Request) -> web.Response:
         async with self._receive(request) as body:
             notebook = protocol.read(protocol.RunJupyterRequest, body)
             self._check_timeouts(notebook.cell_timeout, notebook.total_timeout)
-            conditions = StartConditions.read(request.headers, notebook.deadline)
-            respond = partial(self._execute, notebook, self.executor.run_jupyter, "jupyter", conditions)
-            return await self._respond_once(request, notebook.idempotency_key, body, respond, finish=False)
+            key = self._response_key(request, notebook.idempotency_key, body)
+            ticket = self._ticket(request, notebook.deadline)._replace(keys=tuple(filter(None, [key])))
+            respond = partial(self._execute, notebook, self.executor.run_jupyter, "jupyter", ticket)
+            return await self._respond_once(request, body, key, respond, finish=False)
 
     @contextlib.asynccontextmanager
     async def _receive(self, request: web.Request) -> AsyncIterator[bytes]:
         """Receive the body of a request. It takes part in admission only when the body is complete."""
-        self._raise_if_draining()
-        self.admission.raise_if_full()  # before the body is read
+        self._raise_if_draining(request)
+        condition = self.hub.condition
+        if condition.is_full:  # before the body is read
+            text = f"The queue of the sandbox is full. Retry after {condition.retry_after} s."
+            raise QueueFull(text, condition.retry_after)
         async with self._bodies.receive(request) as body:
-            self._raise_if_draining()  # the server may have been stopped in the meantime
-            yield body
+            self._raise_if_draining(request)  # the server may have been stopped in the meantime
+            with self.hub.in_flight():
+                yield body
 
-    def _raise_if_draining(self) -> None:
-        if self.is_draining:
+    def _raise_if_draining(self, request: web.Request) -> None:
+        if self.hub.condition.is_draining and not self._is_forwarded(request):
             raise web.HTTPServiceUnavailable(reason="The server is shutting down.")
 
     def _check_timeouts(self, *timeouts_s: float) -> None:
@@ -251,67 +226,134 @@ class HttpApp:
             maximum = f"{self.settings.max_timeout:g} s (server option --max-timeout)"
             raise InvalidProgram(f"The timeout of {max(timeouts_s):g} s exceeds the maximum of {maximum}.")
 
+    def _ticket(self, request: web.Request, deadline: float | None) -> Ticket:
+        """Return the conditions under which the program of a request may start.
+
+        Args:
+            request: The request.
+            deadline: Deadline in its body. The earlier one of this and the header applies.
+
+        Raises:
+            InvalidProgram: If a header is invalid.
+        """
+        headers = request.headers
+        lease, header = headers.get(protocol.LEASE_HEADER), headers.get(protocol.DEADLINE_HEADER)
+        granted = headers.get(protocol.GRANTED_HEADER)
+        try:
+            if lease is not None:
+                LeaseToken.parse(lease)
+            deadlines = [float(text) for text in (deadline, header) if text is not None]
+            granted_at = None if granted is None else float(granted)
+            if any(map(math.isnan, [*deadlines, granted_at or 0.0])):
+                raise ValueError
+        except ValueError:
+            values = f"{lease!r}, {header!r}, {granted!r}"
+            raise InvalidProgram(f"Invalid lease, deadline or time of the grant in the headers: {values}.") from None
+        is_forwarded = self._is_forwarded(request)
+        return Ticket(0, min(deadlines, default=None), lease, granted_at, is_forwarded=is_forwarded)
+
+    def _is_forwarded(self, request: web.Request) -> bool:
+        """Return True if another front has sent a request."""
+        value = request.headers.get(FORWARDED_HEADER)
+        return value is not None and hmac.compare_digest(value.encode(errors="replace"), self._forwarded.encode())
+
     async def _execute(
         self,
         request: RequestT,
         run: Callable[[RequestT], Awaitable[SandboxResponse]],
         language: str,
-        conditions: StartConditions,
+        ticket: Ticket,
     ) -> bytes:
-        conditions.raise_if_late()
-        async with self.admission.admit(conditions.deadline) as queue_time_s:
-            with self.fences.run(conditions.lease, conditions.granted_at):
-                started = time.monotonic()
+        if ticket.lease and ticket.deadline is not None and time.time() > ticket.deadline:
+            # The process that sent the request was suspended, or the network delayed it.
+            raise LeaseLost("The request arrived after its deadline. The program was not run. Acquire another slot.")
+        async with self.hub.admit(ticket) as admission:
+            started = time.monotonic()
+            try:
                 response = await run(request)
-        self.metrics.queue_seconds.observe(queue_time_s)
-        self.metrics.run_seconds.observe(time.monotonic() - started)
-        self.metrics.executions.labels(language, response.status).inc()
-        response.queue_time = queue_time_s
+            finally:
+                if ticket.session is not None:
+                    admission.session_is_open = self.executor.sessions.is_open(ticket.session)
+            admission.language, admission.status = language, response.status
+            admission.run_time_s = time.monotonic() - started
+        if isinstance(response, protocol.RunCodeResponse) and ticket.session is not None:
+            response.session_died = admission.session_died
+        response.queue_time = admission.queue_time_s
         response.executor_pod_name = self._pod_name
         return response.model_dump_json().encode()
+
+    def _response_key(self, request: web.Request, key: str | None, body: bytes) -> str | None:
+        """Return the key of a request's response.
+
+        Responses are cached separately for each token. The body is part of the key, because clients may reuse
+        idempotency keys.
+        """
+        return None if key is None else f"{self._scoped(request, key)} {hashlib.sha256(body).hexdigest()}"
+
+    def _program_key(self, code: protocol.RunCodeRequest) -> str | None:
+        """Return a key of the compiled program, so that requests with the same program use the same compile cache."""
+        if self.settings.front_count == 1:
+            return None
+        toolchain = self.executor.toolchains[code.language]
+        if isinstance(toolchain, MissingToolchain) or not toolchain.recipe.compiled:
+            return None
+        source = json.dumps([code.code, code.files], sort_keys=True)
+        return f"{code.language} {hashlib.sha256(source.encode()).hexdigest()}"
 
     async def _respond_once(
         self,
         request: web.Request,
-        key: str | None,
         body: bytes,
+        key: str | None,
         respond: Callable[[], Coroutine[Any, Any, bytes]],
         *,
         finish: bool,
     ) -> web.Response:
-        """Respond to a request, from the cache if a request with the same key and body was answered before.
+        """Respond to a request, from the cache if a request with the same key was answered before.
 
         Args:
-            request: Request to respond to. Responses are cached separately for each token.
-            key: Idempotency key of the request.
-            body: Body of the request. It is part of the cache key, because clients may reuse idempotency keys.
+            request: Request to respond to.
+            body: Body of the request.
+            key: Key of the response; None if it is not cached.
             respond: Function that runs the request.
             finish: Whether to complete the request even if the client disconnects.
         """
-        if key is not None:
-            cache_key = f"{self._scoped(request, key)} {hashlib.sha256(body).hexdigest()}"
-            return _json_response(await self.idempotency_cache.get(cache_key, respond, finish=finish))
-        return _json_response(await (asyncio.shield(asyncio.create_task(respond())) if finish else respond()))
+        give_up_at = time.monotonic() + FORWARD_TIMEOUT_S
+        while True:
+            try:
+                if key is not None:
+                    return _json_response(await self.idempotency_cache.get(key, respond, finish=finish))
+                return _json_response(await (asyncio.shield(asyncio.create_task(respond())) if finish else respond()))
+            except AtOtherFront as other:
+                try:
+                    return await self._forward(other.front, request, body)
+                except FrontDied as error:
+                    if time.monotonic() > give_up_at:
+                        raise JobFailed(str(error)) from error
+            await asyncio.sleep(FORWARD_RETRY_INTERVAL_S)  # until the programs of the dead front have ended
 
     async def _end_session(self, request: web.Request) -> web.Response:
         name = self._scoped(request, request.match_info["session_id"])
-        return web.json_response({"ended": self.executor.sessions.end(name)})
+        return web.json_response({"ended": await self.hub.ask("delete_session", name)})
 
     async def _fence_holder(self, request: web.Request) -> web.Response:
         fence = protocol.read(protocol.FenceRequest, await request.read())
-        running = self.fences.fence(request.match_info["holder"], fence.lease)
+        holder = request.match_info["holder"]
+        # Leases have ASCII names only, so that no program of another holder can run.
+        running = await self.hub.ask("fence", holder, fence.lease) if holder.isascii() else 0
         transport = request.transport
         address = transport.get_extra_info("sockname")[:2] if transport else ("", 0)
         return web.json_response(protocol.FenceResponse(running=running, address=address).model_dump())
 
-    async def _ping(self, _: web.Request) -> web.Response:
-        self._raise_if_draining()
+    async def _ping(self, request: web.Request) -> web.Response:
+        self._raise_if_draining(request)
+        running, waiting = await self.hub.ask("status")
         ping = protocol.Ping(
             version=_VERSION,
             tier=self.executor.isolation.tier,
             gaps=self.executor.isolation.gaps,
-            running=self.admission.running,
-            waiting=self.admission.waiting,
+            running=running,
+            waiting=waiting,
             capacity=self.settings.capacity,
             time=time.time(),
         )
@@ -323,7 +365,7 @@ class HttpApp:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self.metrics.render(), headers=headers)
+        return web.Response(body=(await self.hub.ask("metrics")).encode(), headers=headers)
 
 
 def _language_info(toolchain: Toolchain | MissingToolchain) -> protocol.LanguageInfo:

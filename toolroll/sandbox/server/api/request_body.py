@@ -2,8 +2,9 @@
 
 Invariants:
 
-- The bodies of all requests occupy at most `MAX_HELD_BYTES`, in addition to the first `SMALL_BODY_BYTES` of each. Bytes
-  count when they arrive: a client that holds back its body costs a connection and nothing else.
+- The bodies of all requests of a front occupy at most its part of `MAX_HELD_BYTES`, or the maximum of one body if that
+  is more, in addition to the first `SMALL_BODY_BYTES` of each. Bytes count when they arrive: a client that holds back
+  its body costs a connection and nothing else.
 - A body of at most `SMALL_BODY_BYTES` is never rejected because of the memory of other requests.
 - A body with more than `MAX_JSON_VALUES` values is rejected before it is parsed. An invalid value takes a hundred times
   the memory of its text and ten microseconds to report.
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from toolroll.sandbox.server.execution.job import InvalidProgram
+from toolroll.sandbox.server.hub.rejections import Rejected
 
 MAX_HELD_BYTES = 1 << 30
 SMALL_BODY_BYTES = 64 << 10
@@ -26,8 +28,10 @@ MAX_JSON_VALUES = 50_000
 """Many more than a request has files, cells and fields. A text is one value, whatever it contains."""
 
 
-class BodyMemoryExhausted(Exception):
+class BodyMemoryExhausted(Rejected):
     """Raised when a body does not fit into the memory that the bodies of other requests leave."""
+
+    status, label = 429, "full"
 
 
 class BodyReceiver:
@@ -35,13 +39,14 @@ class BodyReceiver:
 
     Args:
         max_body_bytes: Maximum size of one body.
+        fronts: Number of fronts, which share the memory.
     """
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, fronts: int = 1) -> None:
         self.held_bytes = 0
         """Memory of all bodies that are being received or handled, without the first `SMALL_BODY_BYTES` of each."""
         self._max_body_bytes = max_body_bytes
-        self._max_held_bytes = max(MAX_HELD_BYTES, max_body_bytes)
+        self._max_held_bytes = max(MAX_HELD_BYTES // fronts, max_body_bytes)
 
     @contextlib.asynccontextmanager
     async def receive(self, request: web.Request) -> AsyncIterator[bytes]:
@@ -63,7 +68,8 @@ class BodyReceiver:
         self._raise_if_too_large(request.content_length or 0)
         received, values = bytearray(), JsonValueCounter()
         try:
-            async with asyncio.timeout(BODY_READ_TIMEOUT_S):
+            # Most bodies arrive together with the headers.
+            async with asyncio.timeout(None if request.content.is_eof() else BODY_READ_TIMEOUT_S):
                 while chunk := await request.content.readany():
                     self._hold(len(received), len(received) + len(chunk))
                     received += chunk

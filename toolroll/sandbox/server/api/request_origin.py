@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from functools import lru_cache
 
 from aiohttp import web
 from yarl import URL
@@ -43,6 +44,7 @@ def raise_if_from_web_page(headers: Mapping[str, str], settings: ServerSettings)
         raise web.HTTPMisdirectedRequest(reason=reason)
 
 
+@lru_cache(maxsize=256)
 def _without_port(host: str) -> str:
     try:
         return URL(f"http://{host}").host or ""
@@ -50,6 +52,7 @@ def _without_port(host: str) -> str:
         return ""
 
 
+@lru_cache(maxsize=256)
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

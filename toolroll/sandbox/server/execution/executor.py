@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any
 
 from toolroll.sandbox import protocol
@@ -26,6 +26,7 @@ from toolroll.sandbox.server.execution.job import STARVED, InvalidProgram, Job, 
 from toolroll.sandbox.server.execution.sessions import CellResult, Session, SessionTable
 from toolroll.sandbox.server.interpreter import zygote_handle
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess, ZygoteHandle, ZygotePool
+from toolroll.sandbox.server.isolation.cgroup import Cgroup
 from toolroll.sandbox.server.isolation.scratch import ScratchDirectories
 from toolroll.sandbox.server.job_spec import JobKind, JobSpec, ProgramSpec
 from toolroll.sandbox.server.settings import MEGABYTE, ServerSettings
@@ -43,8 +44,6 @@ MAX_FETCH_NAME_CHARS = 1 << 14
 IDLE_CHECK_INTERVAL_S = 1.0
 _MENTIONS_SCIENTIFIC_MODULE = re.compile(rf"\b({'|'.join(SCIENTIFIC_MODULES)})\b")
 
-Toolchains = Mapping[protocol.Language, languages.Toolchain | languages.MissingToolchain]
-
 
 class Executor:
     """Runs programs, notebooks and sessions.
@@ -55,12 +54,12 @@ class Executor:
         toolchains: Toolchain of each language.
     """
 
-    def __init__(self, settings: ServerSettings, isolation: IsolationTier, toolchains: Toolchains) -> None:
+    def __init__(self, settings: ServerSettings, isolation: IsolationTier, toolchains: languages.Toolchains) -> None:
         self.settings = settings
         self.isolation = isolation
         self.toolchains = toolchains
-        self.sessions = SessionTable(settings.sessions, settings.session_ttl)
-        plan, size = isolation.plan, max(1, settings.capacity // PROGRAMS_PER_ZYGOTE)
+        self.sessions = SessionTable(settings.session_ttl)
+        plan, size = isolation.plan, max(1, settings.capacity // settings.front_count // PROGRAMS_PER_ZYGOTE)
         self._plain = ZygotePool(plan, settings.python, (), size)
         self._scientific = ZygotePool(plan, settings.python, SCIENTIFIC_MODULES, size)
         self._notebook = ZygotePool(plan, settings.python, NOTEBOOK_MODULES, 1)
@@ -100,8 +99,6 @@ class Executor:
         Raises:
             InvalidProgram: If the request cannot be run.
             JobFailed: If the server failed.
-            SessionEnded: If the session was deleted.
-            SessionLimitReached: If the session is new and all others are in use.
         """
         if request.session_id is not None:
             return await self._run_in_session(request, request.session_id)
@@ -171,11 +168,12 @@ class Executor:
         response = protocol.RunJupyterResponse(status=RunStatus.SUCCESS)
         driver = protocol.CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout="", stderr="")
         max_elapsed_s = request.wall_timeout or protocol.max_wall_time(request.total_timeout)
-        remaining_s = request.total_timeout
+        remaining_s, full_own_s = request.total_timeout, protocol.FULL_TIME_FRACTION * request.total_timeout
         try:
             for code in request.cells:
                 timeout_s = min(remaining_s, request.cell_timeout or remaining_s)
-                cell = await session.run(code, "notebook", timeout_s, max_elapsed_s - (time.monotonic() - started))
+                max_cell_s = max_elapsed_s - (time.monotonic() - started)
+                cell = await session.run(code, "notebook", timeout_s, max_cell_s, full_own_s - session.own_time_s)
                 remaining_s -= cell.result.cpu_time or 0.0
                 response.cells.append(_cell_response(cell))
                 driver.memory_exceeded |= cell.result.memory_exceeded
@@ -192,21 +190,24 @@ class Executor:
         response.driver = driver.model_copy(update={"execution_time": time.monotonic() - started})
         return response
 
-    async def _run_in_session(self, request: RunCodeRequest, session_id: str) -> RunCodeResponse:
+    def check_session_request(self, request: RunCodeRequest) -> None:
+        """Raise InvalidProgram if a request cannot be run in a session."""
         if request.language != "python":
             raise InvalidProgram(f"Sessions only support Python. Expected language 'python', got {request.language!r}.")
         if request.stdin or request.files or request.fetch_files:
             raise InvalidProgram(
                 "A session does not support stdin, files or fetch_files. Read and write files in the code of its cells."
             )
-        zygote = await self._notebook_zygote()
-        crashed_before = self.sessions.pop_crashed(session_id)
-        session, is_new = self.sessions.get_or_create(session_id, lambda: self._start_session(request, zygote))
+        self._memory_bytes(request.memory_limit_MB)
+
+    async def _run_in_session(self, request: RunCodeRequest, session_id: str) -> RunCodeResponse:
+        with self.sessions.starting(session_id):
+            zygote = await self._notebook_zygote()
+            session, is_new = self.sessions.get_or_create(session_id, lambda: self._start_session(request, zygote))
         cell = await session.run(request.code, "script", request.run_timeout, request.wall_timeout)
         self._append_display(cell)
         response = program_response([cell.result])
-        response.session_is_new, response.session_died = is_new, crashed_before
-        response.session_is_over = session.has_ended
+        response.session_is_new, response.session_is_over = is_new, session.has_ended
         return response
 
     def _append_display(self, cell: CellResult) -> None:
@@ -254,24 +255,33 @@ class Executor:
             "memory": self._memory_bytes(request.memory_limit_MB),
             "memory_by_rlimit": self.isolation.cgroups is None,
         }
-        if self.isolation.users:
-            spec["user"] = self.isolation.users.acquire()
-        if self._scratch:
-            self._scratch.assign(spec)
-        cgroups, copied_bytes = self.isolation.cgroups, 0 if kind == "commands" else COPY_ON_WRITE_BYTES
-        process = SandboxProcess(spec, cgroups.acquire(spec["memory"] + copied_bytes) if cgroups else None)
-        process.exited.add_done_callback(lambda _: self._release_resources(process))
+        copied_bytes = 0 if kind == "commands" else COPY_ON_WRITE_BYTES
+        process = SandboxProcess(spec, self._acquire_resources(spec, spec["memory"] + copied_bytes))
+        # If a process was lost, some of its descendants may still run in its cgroup and as its user.
+        process.exited.add_done_callback(
+            lambda _: self._release_resources(spec, process.cgroup, reusable=not process.is_lost)
+        )
         return process
 
-    def _release_resources(self, process: SandboxProcess) -> None:
-        # If a process was lost, some of its descendants may still run in this cgroup and as this user.
-        reusable = process.wait_status is not None
-        if process.cgroup and self.isolation.cgroups:
-            self.isolation.cgroups.release(process.cgroup, reusable=reusable)
-        if self.isolation.users and reusable:
-            self.isolation.users.release(process.spec["user"])
-        if self._scratch:
-            self._spawn(self._scratch.release(process.spec["directory"]))
+    def _acquire_resources(self, spec: JobSpec, memory_bytes: int) -> Cgroup | None:
+        """Assign a user and a scratch directory to a program, and return its cgroup, if the isolation has them."""
+        try:
+            if self.isolation.users:
+                spec["user"] = self.isolation.users.acquire()
+            if self._scratch:
+                self._scratch.assign(spec)
+            return self.isolation.cgroups.acquire(memory_bytes) if self.isolation.cgroups else None
+        except OSError as error:
+            self._release_resources(spec, None, reusable=True)
+            raise JobFailed(f"the program did not get its resources: {error}") from error
+
+    def _release_resources(self, spec: JobSpec, cgroup: Cgroup | None, *, reusable: bool) -> None:
+        if cgroup and self.isolation.cgroups:
+            self.isolation.cgroups.release(cgroup, reusable=reusable)
+        if self.isolation.users and "user" in spec:
+            self.isolation.users.release(spec["user"], reusable=reusable)
+        if self._scratch and "directory" in spec:
+            self._spawn(self._scratch.release(spec["directory"]))
 
     def _memory_bytes(self, limit_mb: int) -> int:
         if limit_mb > self.settings.memory_mb:
@@ -304,6 +314,8 @@ def _compile_key(request: RunCodeRequest, program: ProgramSpec) -> str:
 
 async def _zygote_of(pool: ZygotePool) -> ZygoteHandle:
     """Return a zygote of the pool. After a start or a crash, it takes a second or two until one is ready."""
+    if pool.is_up:
+        return await pool.get_zygote()
     try:
         async with asyncio.timeout(zygote_handle.ZYGOTE_START_TIMEOUT_S):
             return await pool.get_zygote()

@@ -82,12 +82,15 @@ class IsolationTier:
         return self.plan["tier"]
 
 
-async def find(settings: ServerSettings, toolchain_paths: Iterable[str] = ()) -> IsolationTier:
+async def find(
+    settings: ServerSettings, toolchain_paths: Iterable[str] = (), *, use_cgroups: bool = True
+) -> IsolationTier:
     """Return the strongest isolation that works.
 
     Args:
         settings: Settings of the server.
         toolchain_paths: Paths that programs may read, in addition to those of the system and of Python.
+        use_cgroups: Whether to create cgroups for the programs, which tier A needs.
 
     Raises:
         ConfigError: If no tier works, or the Python interpreter cannot be run. The message names what is missing.
@@ -99,7 +102,7 @@ async def find(settings: ServerSettings, toolchain_paths: Iterable[str] = ()) ->
         )
     prefixes = await asyncio.to_thread(_python_prefixes, settings.python)
     readable = _readable_paths(settings.python, [*prefixes, *toolchain_paths])
-    cgroups = CgroupPool.find(PROGRAM_MAX_PROCESSES, settings.capacity)
+    cgroups = CgroupPool.find(PROGRAM_MAX_PROCESSES, settings.capacity) if use_cgroups else None
     users = ProgramUsers.find()
     no_cgroup = "no cgroup can be created, so memory is limited per process (delegate one, e.g. systemd's Delegate=yes)"
     notes = [no_cgroup] if cgroups is None else []

@@ -100,6 +100,10 @@ class MissingToolchain:
     """Instruction for the user, for example "install g++ (Debian: apt install g++)"."""
 
 
+Toolchains = Mapping[Language, Toolchain | MissingToolchain]
+"""Toolchain of each language."""
+
+
 _SQL = """\
 import re, sqlite3, sys
 

@@ -1,7 +1,8 @@
 """Reader for the output of a program, which keeps a limited number of bytes and discards the rest.
 
-A program never blocks because the limit is reached, and cannot keep the server busy by writing a lot: many small writes
-are read in batches every few milliseconds, and discarded data is not copied.
+A program never blocks because the limit is reached, and cannot keep the server busy by writing a lot: the pipes of all
+programs are read together every few milliseconds, and discarded data is not copied. Most programs end earlier and write
+less than a pipe holds. Their output is read once, when they have ended, and costs no wake-up of the event loop.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import select
 import sys
 from collections.abc import Callable
 from functools import cache
+from weakref import WeakKeyDictionary
 
-_EAGER_READS = 32
-"""Number of reads after which the reader switches from events to polling."""
-_POLL_INTERVAL_S = 0.004
+_POLL_INTERVAL_S = 0.005
 _LARGE_PIPE_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
+"""Maximum size of one read, which is also the initial size of a pipe."""
 
 
 class OutputReader:
@@ -36,10 +38,9 @@ class OutputReader:
         self.truncated = False
         self._on_data = on_data
         self._kept = bytearray()
-        self._reads = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
+        self._is_large = False
         self._devnull = _devnull()
+        self._poller = _poller_of_this_loop()
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         if watch:
@@ -61,17 +62,12 @@ class OutputReader:
 
     def pause(self) -> None:
         """Stop reading until `resume()`. A program that writes more than the pipe can hold blocks."""
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        if self._read_fd >= 0:
-            self._loop.remove_reader(self._read_fd)
+        self._poller.remove(self._read_fd)
 
     def resume(self) -> None:
         """Read data as it arrives."""
-        self._reads = 0
         if self._read_fd >= 0:
-            self._loop.add_reader(self._read_fd, self._on_readable)
+            self._poller.add(self._read_fd, self._on_readable)
 
     def take(self) -> tuple[bytes, bool]:
         """Read the data that is in the pipe and reset the limit.
@@ -85,58 +81,93 @@ class OutputReader:
         return taken
 
     def _on_readable(self) -> None:
-        self._reads += 1
-        if self._read_chunk() and self._reads == _EAGER_READS:
-            if sys.platform == "linux":
+        if self._drain(_LARGE_PIPE_BYTES) >= _CHUNK_BYTES and not self._is_large:
+            self._is_large = True
+            if sys.platform == "linux" and self._read_fd >= 0:
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _LARGE_PIPE_BYTES)
-            self._loop.remove_reader(self._read_fd)
-            self._timer = self._loop.call_later(_POLL_INTERVAL_S, self._poll)
 
-    def _poll(self) -> None:
-        self._timer = None
-        if self._drain(_LARGE_PIPE_BYTES) and self._read_fd >= 0:
-            self._timer = self._loop.call_later(_POLL_INTERVAL_S, self._poll)
-        else:
-            self.resume()
+    def _drain(self, max_bytes: int) -> int:
+        """Read until the pipe is empty, or until `max_bytes` are read. Return the number of bytes."""
+        total = 0
+        while total < max_bytes and self._read_fd >= 0:
+            wanted = min(_CHUNK_BYTES, self.limit_bytes - len(self._kept))
+            try:
+                size = self._read(wanted) if wanted else self._discard()
+            except BlockingIOError:
+                break
+            if size == 0:
+                self._stop()
+            total += size
+            if size < wanted:  # the pipe is empty
+                break
+        return total
 
-    def _drain(self, max_bytes: int) -> bool:
-        """Read until the pipe is empty. Return True if there was data."""
-        chunks = 0
-        while chunks < max_bytes // _CHUNK_BYTES and self._read_chunk():
-            chunks += 1
-        return chunks > 0
-
-    def _read_chunk(self) -> bool:
-        """Read one chunk. Return True if there was one."""
-        if self._read_fd < 0:
-            return False
-        try:
-            if len(self._kept) < self.limit_bytes:
-                chunk = os.read(self._read_fd, min(_CHUNK_BYTES, self.limit_bytes - len(self._kept)))
-                self._kept += chunk
-                if self._on_data:
-                    self._on_data(chunk)
-                size = len(chunk)
-            else:
-                size = self._discard()
-                self.truncated = self.truncated or size > 0
-        except BlockingIOError:
-            return False
-        if size == 0:
-            self._stop()
-        return size > 0
+    def _read(self, max_bytes: int) -> int:
+        """Keep the next data. Return the number of bytes."""
+        chunk = os.read(self._read_fd, max_bytes)
+        self._kept += chunk
+        if chunk and self._on_data:
+            self._on_data(chunk)
+        return len(chunk)
 
     def _discard(self) -> int:
-        """Discard data. Return the number of bytes."""
+        """Discard the next data. Return the number of bytes."""
         if sys.platform == "linux":
-            return os.splice(self._read_fd, self._devnull, _LARGE_PIPE_BYTES)
-        return len(os.read(self._read_fd, _CHUNK_BYTES))
+            size = os.splice(self._read_fd, self._devnull, _LARGE_PIPE_BYTES)
+        else:
+            size = len(os.read(self._read_fd, _CHUNK_BYTES))
+        self.truncated = self.truncated or size > 0
+        return size
 
     def _stop(self) -> None:
         self.pause()
         os.close(self._read_fd)
         self._read_fd = -1
+
+
+class _Poller:
+    """Calls functions for readable descriptors at a fixed interval. No timer runs while there are no descriptors.
+
+    Unlike a watch of the event loop, which takes several system calls, a descriptor is added and removed by none.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._poll = select.poll()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, fd: int, on_readable: Callable[[], None]) -> None:
+        self._callbacks[fd] = on_readable
+        self._poll.register(fd, select.POLLIN)
+        if self._timer is None:
+            self._start_timer()
+
+    def remove(self, fd: int) -> None:
+        if self._callbacks.pop(fd, None):
+            self._poll.unregister(fd)
+
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_POLL_INTERVAL_S, self._call_readable)
+
+    def _call_readable(self) -> None:
+        self._timer = None
+        try:
+            for fd, _ in self._poll.poll(0):
+                self._callbacks[fd]()
+        finally:
+            if self._callbacks and self._timer is None:
+                self._start_timer()
+
+
+_pollers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Poller] = WeakKeyDictionary()
+
+
+def _poller_of_this_loop() -> _Poller:
+    loop = asyncio.get_running_loop()
+    if (poller := _pollers.get(loop)) is None:
+        poller = _pollers[loop] = _Poller()
+    return poller
 
 
 @cache

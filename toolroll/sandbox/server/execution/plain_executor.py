@@ -56,6 +56,7 @@ _SHOW_VALUE = (
     "import os, sys; sys.path[0] = sys.argv[1]; "
     "from toolroll.sandbox.server.interpreter import script_runner; "
     "del sys.path[0]; path = os.path.abspath(sys.argv[2]); "
+    "script_runner.handle_interrupts(); "
     "script_runner.run(open(path, encoding='utf-8').read(), path, show_value=True)"
 )
 """Python code that runs a program and prints the value of its last expression."""
@@ -103,7 +104,7 @@ class PlainExecutor:
         self.settings = settings
         self.isolation = NoIsolation()
         self.toolchains = toolchains
-        self.sessions = SessionTable(0, settings.session_ttl)  # stays empty
+        self.sessions = SessionTable(settings.session_ttl)  # stays empty
         self.restarts = 0
         self._search_path = search_path
         self._scratch = ScratchDirectories()
@@ -118,6 +119,10 @@ class PlainExecutor:
             _signal_group(process, signal.SIGKILL)
         await asyncio.to_thread(self._scratch.close)
 
+    def check_session_request(self, request: RunCodeRequest) -> None:
+        """Reject a request with a session."""
+        raise InvalidProgram(_NEEDS_LINUX.format("Sessions"))
+
     async def run_code(self, request: RunCodeRequest) -> RunCodeResponse:
         """Run a program. Cancellation kills it.
 
@@ -125,8 +130,6 @@ class PlainExecutor:
             InvalidProgram: If the request cannot be run.
             JobFailed: If the server failed.
         """
-        if request.session_id is not None:
-            raise InvalidProgram(_NEEDS_LINUX.format("Sessions"))
         program = self._prepare(request)
         directory = await asyncio.to_thread(self._scratch.create)
         try:

@@ -1,6 +1,7 @@
 """Sessions: Python interpreters that keep their variables between requests.
 
-- A session runs one cell at a time, in order of arrival. Between cells, its processes are stopped.
+- A session runs one cell at a time, in order of arrival. `STOP_DELAY_S` after a cell, its processes are stopped until
+  the next one.
 - A cell that exceeds its timeout is interrupted, and the session survives. If the interrupt has no effect, the process
   is killed and the session ends.
 - The process runs in its own jail. It is killed when it was idle for too long, when another session needs its place, or
@@ -11,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import struct
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,30 +29,27 @@ from toolroll.sandbox.server.execution import job
 from toolroll.sandbox.server.execution.output import OutputReader
 from toolroll.sandbox.server.execution.process_times import ProcessTimes
 from toolroll.sandbox.server.execution.time_limit import TimeLimit, TimeVerdict
+from toolroll.sandbox.server.hub.rejections import DeadlineExceeded, SessionBusy
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess, ZygoteHandle
 from toolroll.sandbox.server.job_spec import is_supervised
 
 INTERRUPT_TIMEOUT_S = 1.0
 """Time in which an interrupted cell must end."""
+STOP_DELAY_S = 0.01
+"""Time between the end of a cell and the stop of the session's processes. Cells that follow each other more quickly are
+not delayed by stopping and resuming them."""
+UNMEASURED_S = 0.01
+"""Time of a cell after which the measurement of its CPU time starts. Most cells end earlier."""
 MAX_REPLY_BYTES = 64 << 20
 """Maximum size of a reply. Displayed values are limited to 16 million characters of up to four bytes."""
 MAX_REPLY_NODES = 4_000_000
 """Approximate limit on the number of JSON values in a reply, which bounds the cost of parsing it."""
 MAX_REPLY_DEPTH = 64
 """Maximum nesting of a displayed value or an error."""
-MIN_IDLE_S = 1.0
-"""Idle time before a session can be evicted. Prevents two active sessions from evicting each other in turn."""
-MAX_REMEMBERED_NAMES = 10_000
-"""Number of deleted, and of crashed, sessions whose names are remembered."""
+MAX_SESSION_WAITERS = 32
+"""Maximum number of requests that wait for one session. They are not in the admission queue."""
+_RECEIVE_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
-
-
-class SessionEnded(Exception):
-    """Raised when a request names a session that was deleted."""
-
-
-class SessionLimitReached(Exception):
-    """Raised when a new session is requested and all sessions are in use."""
 
 
 @dataclass
@@ -77,70 +74,118 @@ class Session:
         self.process = process
         self.last_used = time.monotonic()
         self._is_supervised = is_supervised(zygote.plan, process.spec)
+        self.own_time_s = 0.0
+        """Own time of the cells of a notebook, which is not measured for other cells."""
         self._started = asyncio.Event()
-        self._output = OutputReader(output_limit_bytes), OutputReader(output_limit_bytes)
-        self._report = OutputReader(job.report_limit_bytes(process.spec))
-        self._channel, child_channel = socket.socketpair()
+        readers: list[OutputReader] = []
+        try:
+            for _ in range(2):
+                readers.append(OutputReader(output_limit_bytes))  # noqa: PERF401 (all are closed if one fails)
+            readers.append(OutputReader(job.report_limit_bytes(process.spec), watch=False))
+            self._channel, child_channel = socket.socketpair()
+        except OSError as error:
+            for reader in readers:
+                reader.close()
+            process.failed(f"the interpreter of the session could not be started: {error}")
+            raise job.JobFailed(process.failure) from error
+        stdout, stderr, self._report = readers
+        self._output = stdout, stderr
         self._channel.setblocking(False)
+        self._is_receiving = True
+        self._is_running_cell = False
+        """Also True after a cell whose result reports the end of the session."""
+        self._broke_protocol = False
+        """Whether the program sent something else than one reply to a cell."""
+        self._received = bytearray()
+        self._reply: asyncio.Future[dict[str, Any] | None] | None = None
+        """Reply to the current cell. None if the process ended or the reply is malformed."""
+        self._stop_timer: asyncio.TimerHandle | None = None
         process.on_start = self._started.set
         process.exited.add_done_callback(lambda _: self._close())
-        readers = (*self._output, self._report)
         with child_channel:
             zygote.submit(process, b"", [*(reader.write_fd for reader in readers), child_channel.fileno()])
         for reader in readers:
             reader.close_write_end()
+        asyncio.get_running_loop().add_reader(self._channel, self._receive)
 
     @property
     def has_ended(self) -> bool:
         """True if the process has exited or is being killed."""
         return self.process.exited.done() or self.process.kill_requested
 
+    @property
+    def crashed(self) -> bool:
+        """True if the program ended the session between two cells. The end in a cell is part of the cell's result."""
+        ended_by_itself = self.process.wait_status is not None and not self.process.kill_requested
+        return not self._is_running_cell and (ended_by_itself or self._broke_protocol)
+
     def end(self) -> None:
         """Kill the interpreter."""
+        self._report.resume()  # a supervisor sends the files before it ends, and would block
         self.process.kill()
 
-    async def run(self, code: str, mode: str, timeout_s: float, max_elapsed_s: float | None = None) -> CellResult:
-        """Run a cell. If the cell ends the session, that is a result, too.
+    async def run(
+        self,
+        code: str,
+        mode: str,
+        timeout_s: float,
+        max_elapsed_s: float | None = None,
+        full_own_s: float | None = None,
+    ) -> CellResult:
+        """Run a cell. If the cell ends the session, that is a result, too. If the server fails, the session ends.
 
         Args:
             code: Source of the cell.
             mode: "script" or "notebook": how the interpreter reports errors and values.
             timeout_s: Timeout of the cell, which starts when the interpreter has started.
             max_elapsed_s: Maximum elapsed time of the cell.
+            full_own_s: Own time from which a cell that reaches `max_elapsed_s` has timed out; see `TimeLimit`.
 
         Raises:
             JobFailed: If the server failed.
             InvalidProgram: If the interpreter cannot be started because of the content of the request.
         """
+        self._is_running_cell = True
+        try:
+            return await self._run(code, mode, TimeLimit(timeout_s, max_elapsed_s, full_own_s))
+        finally:
+            self._is_running_cell = self.has_ended
+
+    async def _run(self, code: str, mode: str, limit: TimeLimit) -> CellResult:
         await self._started.wait()
         started = time.monotonic()
-        times = ProcessTimes(self.process, is_supervised=self._is_supervised, is_new=False)
         for reader in self._output:
             reader.resume()
-        self.process.resume()
-        exchange = asyncio.ensure_future(self._exchange({"code": code, "mode": mode}))
+        self._resume()
+        future = self._reply = asyncio.get_running_loop().create_future()
+        sending = self._send({"code": code, "mode": mode})
         try:
-            verdict = await self._wait_or_interrupt(exchange, TimeLimit(timeout_s, max_elapsed_s), times)
-            is_answered = exchange.done()
-            reply = exchange.result() if is_answered else None
+            verdict, times = await self._wait_or_interrupt(future, limit)
         finally:
-            exchange.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await exchange
+            self._reply = None
+            if sending:
+                sending.cancel()
             self.last_used = time.monotonic()
             for reader in self._output:
                 reader.pause()
+        if verdict is TimeVerdict.STARVED:  # a retry runs the cell again, which must not find the changes of this run
+            self.end()
+            await asyncio.shield(self.process.exited)
+            raise job.JobFailed(job.STARVED.format(seconds=time.monotonic() - started))
+        is_answered = future.done()
+        reply = future.result() if is_answered else None
         if reply is None:
             if is_answered:  # the channel was closed, usually because the interpreter ends by itself
+                self._report.resume()
                 await asyncio.wait([self.process.exited], timeout=job.KILL_DELAY_S)
             self.end()
             await asyncio.shield(self.process.exited)
             reply = {"exit": self._return_code()}
         else:
-            self.process.stop()
+            self._stop_timer = asyncio.get_running_loop().call_later(STOP_DELAY_S, self.process.stop)
         run_time_s = time.monotonic() - started
-        if verdict is TimeVerdict.STARVED:
-            raise job.JobFailed(job.STARVED.format(seconds=run_time_s))
+        if mode == "notebook":
+            self.own_time_s += times.sample()[0].own_s if times else run_time_s
         return self._cell_result(reply, run_time_s, timed_out=verdict is TimeVerdict.TIMEOUT)
 
     async def finish(self) -> tuple[dict[str, str], str]:
@@ -152,21 +197,31 @@ class Session:
         if not self.process.spec["fetch"] or self.has_ended:
             self.end()
             return {}, ""
-        self.process.resume()
-        self._channel.shutdown(socket.SHUT_WR)
+        self._resume()
+        self._report.resume()
+        with contextlib.suppress(OSError):  # already closed
+            self._channel.shutdown(socket.SHUT_WR)
         await asyncio.wait([self.process.exited], timeout=job.FETCH_TIMEOUT_S)
         self.end()
         return job.fetched_files(job.report_messages(self._report.close()))
 
     async def _wait_or_interrupt(
-        self, exchange: asyncio.Future[Any], limit: TimeLimit, times: ProcessTimes
-    ) -> TimeVerdict:
-        """Wait for the reply, and interrupt the cell when it exceeds the time limit."""
+        self, reply: asyncio.Future[Any], limit: TimeLimit
+    ) -> tuple[TimeVerdict, ProcessTimes | None]:
+        """Wait for the reply, and interrupt the cell when it exceeds the time limit.
+
+        Returns:
+            The verdict, and the times of the cell if they are measured.
+        """
+        done, _ = await asyncio.wait([reply], timeout=UNMEASURED_S)
+        if done:
+            return TimeVerdict.WITHIN_LIMIT, None
+        times = ProcessTimes(self.process, is_supervised=self._is_supervised, is_new=False)
         wait_s = limit.first_check_s
         while True:
-            done, _ = await asyncio.wait([exchange], timeout=wait_s)
+            done, _ = await asyncio.wait([reply], timeout=wait_s)
             if done or self.process.has_ended():
-                return TimeVerdict.WITHIN_LIMIT
+                return TimeVerdict.WITHIN_LIMIT, times
             sample, _ = times.sample()
             verdict = limit.check(sample)
             if verdict is not TimeVerdict.WITHIN_LIMIT:
@@ -175,31 +230,61 @@ class Session:
         deadline = time.monotonic() + INTERRUPT_TIMEOUT_S
         while not done and time.monotonic() < deadline:
             self.process.interrupt()  # repeated, because Python can miss a signal just before a blocking call
-            done, _ = await asyncio.wait([exchange], timeout=INTERRUPT_TIMEOUT_S / 4)
-        return verdict
+            done, _ = await asyncio.wait([reply], timeout=INTERRUPT_TIMEOUT_S / 4)
+        return verdict, times
 
-    async def _exchange(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Send a cell and receive the reply. Return None if the process ended or the reply is malformed."""
-        data = json.dumps(message).encode()
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._channel, _LENGTH.pack(len(data)) + data)
-            (size,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
-            body = await self._receive(size) if size <= MAX_REPLY_BYTES else b""
-            if sum(body.count(character) for character in (b"{", b"[", b",")) > MAX_REPLY_NODES:
-                return None
-            reply = orjson.loads(body)
-        except (OSError, ValueError, EOFError):
+    def _resume(self) -> None:
+        """Resume the processes, or cancel their stop."""
+        if self._stop_timer:
+            self._stop_timer.cancel()
+        self.process.resume()
+
+    def _send(self, message: dict[str, Any]) -> asyncio.Task[None] | None:
+        """Send a cell. Return the task that sends its rest, if it is larger than the buffer of the socket."""
+        content = orjson.dumps(message)
+        data, sent = _LENGTH.pack(len(content)) + content, 0
+        if not self._is_receiving:  # the process has ended
+            self._finish_reply(None)
             return None
-        return reply if isinstance(reply, dict) else None
+        with contextlib.suppress(OSError):  # `_receive` notices the end of the process
+            sent = self._channel.send(data)
+        return asyncio.create_task(self._send_rest(data[sent:])) if sent < len(data) else None
 
-    async def _receive(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            chunk = await asyncio.get_running_loop().sock_recv(self._channel, min(size - len(data), 1 << 20))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return bytes(data)
+    async def _send_rest(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_sendall(self._channel, data)
+
+    def _receive(self) -> None:
+        """Receive a part of the reply. Invariant: at most one reply is held in memory."""
+        try:
+            chunk = self._channel.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        self._received += chunk
+        size = _LENGTH.unpack_from(self._received)[0] if len(self._received) >= _LENGTH.size else 1
+        missing = _LENGTH.size + size - len(self._received)
+        if not chunk:
+            self._stop_receiving()
+        elif self._reply is None or size > MAX_REPLY_BYTES or missing < 0:  # something else than one reply to a cell
+            self._broke_protocol = True
+            self._stop_receiving()
+            self.end()
+        elif missing == 0:
+            content, self._received = bytes(self._received[_LENGTH.size :]), bytearray()
+            self._finish_reply(_parse_reply(content))
+
+    def _finish_reply(self, reply: dict[str, Any] | None) -> None:
+        if self._reply and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def _stop_receiving(self) -> None:
+        if self._is_receiving:
+            self._is_receiving = False
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._received.clear()
+            self._finish_reply(None)
 
     def _return_code(self) -> int:
         """Return the return code of the interpreter after it has ended, from its supervisor if it had one."""
@@ -233,9 +318,21 @@ class Session:
 
     def _close(self) -> None:
         self._started.set()
+        self._stop_receiving()
         self._channel.close()
         for reader in (*self._output, self._report):
             reader.close()  # data that is already in the pipe is kept
+
+
+def _parse_reply(content: bytes) -> dict[str, Any] | None:
+    """Return a reply, or None if it is malformed."""
+    if sum(content.count(character) for character in (b"{", b"[", b",")) > MAX_REPLY_NODES:
+        return None
+    try:
+        reply = orjson.loads(content)
+    except ValueError:
+        return None
+    return reply if isinstance(reply, dict) else None
 
 
 def _is_shallow(value: Any, max_depth: int = MAX_REPLY_DEPTH) -> bool:
@@ -250,98 +347,110 @@ def _duration(value: Any) -> float | None:
 
 
 class SessionTable:
-    """The sessions of a server, by name.
+    """The sessions of a front, by name. The hub decides which sessions may be open.
 
     Args:
-        max_sessions: Maximum number of sessions. The session that was idle longest is evicted.
         ttl_s: Idle time after which a session ends.
     """
 
-    def __init__(self, max_sessions: int, ttl_s: float) -> None:
-        self.max_sessions = max_sessions
+    def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
+        self.on_closed: Callable[[str, bool], None] = lambda _name, _crashed: None
+        """Called with the name of a session that has ended in another way than by `end`, and whether it crashed."""
         self._sessions: dict[str, Session] = {}
+        self._starting: set[str] = set()
+        """Names of sessions that a request is about to start, and that were not ended since."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._deleted: OrderedDict[str, bool] = OrderedDict()
-        self._crashed: OrderedDict[str, bool] = OrderedDict()
+        self._waiting: Counter[str] = Counter()
+        """Number of requests that wait for the lock of each session."""
 
-    def __len__(self) -> int:
-        return len(self._sessions)
+    async def acquire(self, name: str, deadline: float | None) -> asyncio.Lock:
+        """Acquire the lock of a session, which a request holds while it is handled and acquires before admission.
 
-    def lock(self, name: str) -> asyncio.Lock:
-        """Return the lock of a session, which a request holds while it is handled and acquires before admission."""
-        return self._locks.setdefault(name, asyncio.Lock())
+        Args:
+            name: Name of the session.
+            deadline: Unix time after which the request is not run.
+
+        Returns:
+            The lock, which the caller releases.
+
+        Raises:
+            SessionBusy: If too many other requests wait for it.
+            DeadlineExceeded: If the deadline passes.
+        """
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        if not lock.locked() and name not in self._waiting:
+            await lock.acquire()
+            return lock
+        if self._waiting[name] >= MAX_SESSION_WAITERS:
+            raise SessionBusy(f"{MAX_SESSION_WAITERS} other requests wait for this session. Retry later.")
+        self._waiting[name] += 1
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.time()):
+                await lock.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("The deadline passed before the previous programs of the session ended.") from None
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+        return lock
+
+    @contextlib.contextmanager
+    def starting(self, name: str) -> Iterator[None]:
+        """Allow the block to start a session, unless `end` is called meanwhile. The caller must hold its lock."""
+        self._starting.add(name)
+        try:
+            yield
+        finally:
+            self._starting.discard(name)
 
     def get_or_create(self, name: str, create: Callable[[], Session]) -> tuple[Session, bool]:
-        """Return the session of this name and whether it is new. The caller must hold the session's lock.
+        """Return the session of this name and whether it is new. The caller must be in a block of `starting`.
 
         Args:
             name: Name of the session.
             create: Function that starts a session.
 
         Raises:
-            SessionEnded: If the session was deleted.
-            SessionLimitReached: If all other sessions are in use.
+            JobFailed: If `end` was called since the block began.
         """
-        if name in self._deleted:
-            raise SessionEnded(f"Session {name} was deleted. Use a new session_id.")
         if (existing := self._sessions.get(name)) and not existing.has_ended:
             return existing, False
-        self._evict_if_full()
+        if name not in self._starting:
+            raise job.JobFailed("the session was ended before its interpreter had started")
         session = self._sessions[name] = create()
         session.process.exited.add_done_callback(lambda _: self._forget(name, session))
         return session, True
 
-    def pop_crashed(self, name: str) -> bool:
-        """Return True if a session of this name was ended by its own program. The next call returns False."""
-        return self._crashed.pop(name, False)
+    def is_open(self, name: str) -> bool:
+        """Return True if there is a session of this name."""
+        session = self._sessions.get(name)
+        return session is not None and not session.has_ended
 
-    def end(self, name: str) -> bool:
-        """Delete a session and kill its interpreter. Return True if there was one.
-
-        The name is remembered, so that a request that waits for the session does not create it again.
-        """
-        _remember(self._deleted, name)
+    def end(self, name: str) -> None:
+        """Kill the interpreter of a session, or prevent a request from starting it."""
+        self._starting.discard(name)
         if session := self._sessions.pop(name, None):
             session.end()
-        return session is not None
 
     def end_idle(self) -> None:
         """End the sessions that were idle for longer than the TTL."""
-        for _, name in self._idle_for(self.ttl_s):
-            self._sessions[name].end()
+        latest = time.monotonic() - self.ttl_s
+        for name, session in self._sessions.items():
+            if session.last_used < latest and not self._is_locked(name):
+                session.end()
 
     def close(self) -> None:
         """End all sessions."""
         for session in list(self._sessions.values()):
             session.end()
 
-    def _idle_for(self, idle_s: float) -> list[tuple[float, str]]:
-        """Return the time of the last use and the name of each session that was idle for longer than this."""
-        latest = time.monotonic() - idle_s
-        return [
-            (session.last_used, name)
-            for name, session in self._sessions.items()
-            if session.last_used < latest and not self.lock(name).locked()
-        ]
-
-    def _evict_if_full(self) -> None:
-        if len(self._sessions) < self.max_sessions:
-            return
-        idle = self._idle_for(MIN_IDLE_S)
-        if not idle:
-            raise SessionLimitReached(f"All {self.max_sessions} sessions are in use (server option --sessions).")
-        _, name = min(idle)
-        self._sessions.pop(name).end()
+    def _is_locked(self, name: str) -> bool:
+        lock = self._locks.get(name)
+        return lock is not None and lock.locked()
 
     def _forget(self, name: str, session: Session) -> None:
-        if session.process.wait_status is not None and not session.process.kill_requested:
-            _remember(self._crashed, name)
         if self._sessions.get(name) is session:
             del self._sessions[name]
-
-
-def _remember(names: OrderedDict[str, bool], name: str) -> None:
-    names[name] = True
-    if len(names) > MAX_REMEMBERED_NAMES:
-        names.popitem(last=False)
+            self.on_closed(name, session.crashed)

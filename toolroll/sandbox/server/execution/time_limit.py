@@ -40,6 +40,11 @@ class TimeSample:
     waited_s: float
     """Time in which the program waited for the processor."""
 
+    @property
+    def own_s(self) -> float:
+        """Time in which the program ran, slept or waited for something else than the processor."""
+        return self.elapsed_s - self.waited_s
+
 
 @dataclass(frozen=True)
 class ThreadTimes:
@@ -85,6 +90,8 @@ class TimeLimit:
     Args:
         limit_s: Maximum CPU time.
         max_elapsed_s: Maximum elapsed time. Default: `MAX_ELAPSED_FACTOR` times the maximum own time.
+        full_own_s: Own time from which a program that reaches `max_elapsed_s` has had its time, if that is less than
+            `FULL_TIME_FRACTION` of `limit_s`. A notebook passes the part that its earlier cells have left.
 
     Example:
         >>> limit = TimeLimit(2.0)
@@ -96,10 +103,13 @@ class TimeLimit:
         'TIMEOUT'
     """
 
-    def __init__(self, limit_s: float, max_elapsed_s: float | None = None) -> None:
+    def __init__(self, limit_s: float, max_elapsed_s: float | None = None, full_own_s: float | None = None) -> None:
         self.limit_s = limit_s
         self.max_own_s = max_wall_time(limit_s)
         self.max_elapsed_s = MAX_ELAPSED_FACTOR * self.max_own_s if max_elapsed_s is None else max_elapsed_s
+        self.full_own_s = FULL_TIME_FRACTION * limit_s
+        if full_own_s is not None:
+            self.full_own_s = min(self.full_own_s, full_own_s)
 
     @property
     def first_check_s(self) -> float:
@@ -108,15 +118,14 @@ class TimeLimit:
 
     def check(self, sample: TimeSample) -> TimeVerdict:
         """Return the verdict for the times so far."""
-        own_s = sample.elapsed_s - sample.waited_s
+        own_s = sample.own_s
         if sample.cpu_s >= self.limit_s or own_s >= self.max_own_s:
             return TimeVerdict.TIMEOUT
         if sample.elapsed_s >= self.max_elapsed_s:
-            return TimeVerdict.TIMEOUT if own_s >= FULL_TIME_FRACTION * self.limit_s else TimeVerdict.STARVED
+            return TimeVerdict.TIMEOUT if own_s >= self.full_own_s else TimeVerdict.STARVED
         return TimeVerdict.WITHIN_LIMIT
 
     def until_next_check(self, sample: TimeSample) -> float:
         """Return the time until the next check, if the program uses at most one processor."""
-        own_s = sample.elapsed_s - sample.waited_s
-        remaining = self.limit_s - sample.cpu_s, self.max_own_s - own_s, self.max_elapsed_s - sample.elapsed_s
+        remaining = self.limit_s - sample.cpu_s, self.max_own_s - sample.own_s, self.max_elapsed_s - sample.elapsed_s
         return max(MIN_CHECK_INTERVAL_S, min(*remaining, MAX_CHECK_INTERVAL_S))

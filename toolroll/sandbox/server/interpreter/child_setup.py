@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import errno
 import os
-import signal
 import stat
 from functools import partial
 from typing import NoReturn
@@ -21,7 +20,7 @@ from typing import NoReturn
 from toolroll.sandbox.server.interpreter import notebook_kernel, script_runner
 from toolroll.sandbox.server.interpreter.supervisor import Supervisor
 from toolroll.sandbox.server.isolation import jail, syscalls
-from toolroll.sandbox.server.job_spec import CommandStage, JailPlan, JobSpec, is_supervised, separate_user
+from toolroll.sandbox.server.job_spec import CommandStage, JobSpec, is_supervised, separate_user
 
 SPEC_FD, REPORT_FD, EXTRA_FD = 3, 4, 5
 """Descriptors of a child besides 0 to 2: the job's spec; the pipe for reports; the stdout of a compiler (its stderr
@@ -36,31 +35,34 @@ class InvalidFile(Exception):
 
 
 class ChildSetup:
-    """Set-up of one program, in a child of the zygote.
+    """Set-up of one program. Created by the zygote, and used once, in a child of the zygote.
 
     Args:
-        plan: How programs are isolated.
-        spec: The job.
-        zygote_memory: Memory that the child inherits from the zygote.
-        orders_fd: Descriptor of the zygote's orders to a supervisor, or -1.
+        program_jail: The jail of programs.
     """
 
-    def __init__(self, plan: JailPlan, spec: JobSpec, zygote_memory: jail.MemoryUse, orders_fd: int) -> None:
-        self.plan = plan
-        self.spec = spec
-        self.zygote_memory = zygote_memory
-        self.orders_fd = orders_fd
-        self.directory = ""
+    spec: JobSpec
+    orders_fd: int
+    directory: str
 
-    def become_program(self) -> NoReturn:
-        """Enter the jail and run the program. An exception means that the program has not started."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    def __init__(self, program_jail: jail.ProgramJail) -> None:
+        self.jail = program_jail
+        self.plan = program_jail.plan
+
+    def become_program(self, spec: JobSpec, orders_fd: int) -> NoReturn:
+        """Enter the jail and run the program. An exception means that the program has not started.
+
+        Args:
+            spec: The job.
+            orders_fd: Descriptor of the zygote's orders to a supervisor, or -1.
+        """
+        self.spec, self.orders_fd = spec, orders_fd
         os.setsid()  # with autogroup scheduling, CPU time is shared between sessions, not between processes
-        self.directory = jail.enter(self.plan, self.spec)
+        self.directory = self.jail.enter(self.spec)
         user = separate_user(self.plan, self.spec)
         # A supervisor that runs as another user must be able to become the program's user and to kill its processes.
         keep = (syscalls.CAP_KILL, syscalls.CAP_SETUID, syscalls.CAP_SETGID) if user is not None else ()
-        jail.drop_privileges(self.plan, self.directory, keep=keep)
+        self.jail.drop_privileges(self.directory, keep=keep)
         if user is not None:
             os.seteuid(user)
         self._write_files()
@@ -75,7 +77,7 @@ class ChildSetup:
     def _run_python(self) -> NoReturn:
         self._isolate_from_supervisor()
         channel = os.dup(EXTRA_FD) if self.spec["kind"] == "cells" else -1
-        jail.set_rlimits(self.plan["limits"], self.spec, self.zygote_memory)
+        self.jail.set_rlimits(self.spec, is_python=True)
         if not self.plan["namespaces"]:  # with namespaces, the environment of the zygote is already the right one
             os.environ.update(jail.environment(self.plan, self.directory))
         path = f"{self.directory}/{self.spec['filename']}"
@@ -84,6 +86,8 @@ class ChildSetup:
             syscalls.close_from(REPORT_FD)
             notebook_kernel.serve(SPEC_FD, path)
         syscalls.close_from(SPEC_FD)
+        if is_supervised(self.plan, self.spec):  # the supervisor has changed the handler
+            script_runner.handle_interrupts()
         script_runner.run(self.spec["code"], path, show_value=self.spec.get("show_value", False))
 
     def _execute(self, stage: CommandStage, *, last: bool) -> NoReturn:
@@ -93,7 +97,7 @@ class ChildSetup:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(EXTRA_FD, 1)
             os.dup2(EXTRA_FD + 1, 2)
-        jail.set_rlimits(self.plan["limits"], self.spec)
+        self.jail.set_rlimits(self.spec, is_python=False)
         jail.restore_default_signals()
         environment = jail.environment(self.plan, self.directory, self.spec.get("environment", {}))
         try:
@@ -108,7 +112,7 @@ class ChildSetup:
             return
         if (user := separate_user(self.plan, self.spec)) is not None:
             syscalls.set_ids(user)
-        jail.drop_privileges(self.plan, self.directory)
+        self.jail.drop_privileges(self.directory)
 
     def _write_files(self) -> None:
         files = {self.spec["filename"]: self.spec["code"].encode()} if self.spec["filename"] else {}
@@ -122,7 +126,7 @@ class ChildSetup:
             files[executable] = program
         for path, data in files.items():
             try:
-                if os.path.dirname(path):
+                if "/" in path:
                     os.makedirs(os.path.dirname(path), exist_ok=True)
                 _write_regular_file(path, data, 0o777 if path == executable else 0o666)
             except (OSError, ValueError, RecursionError) as error:
@@ -135,9 +139,22 @@ class ChildSetup:
 
 
 def _write_regular_file(path: str, data: bytes, mode: int) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        fd = _open_regular_file(path, mode)
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(fd, memoryview(data)[written:])
+    finally:
+        os.close(fd)
+
+
+def _open_regular_file(path: str, mode: int) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    with open(fd, "wb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # for example, one of our descriptors, opened through /proc
-            raise ValueError("not a regular file")
-        file.truncate(0)
-        file.write(data)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # for example, one of our descriptors, opened through /proc
+        os.close(fd)
+        raise ValueError("not a regular file")
+    os.ftruncate(fd, 0)
+    return fd

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import subprocess
 import sys
 from codecs import getincrementaldecoder
@@ -16,6 +17,8 @@ from typing import Any, NoReturn, Protocol
 
 from toolroll.sandbox.server.interpreter import script_runner
 from toolroll.sandbox.server.isolation import memory_headroom
+
+_MAY_BE_IPYTHON_SYNTAX = re.compile(r"[%!?]|^\s*[,;/]")
 
 
 class ShellOwner(Protocol):
@@ -58,20 +61,28 @@ def create_shell(kernel: ShellOwner) -> Any:
         exiter=CellExiter(),  # type: ignore[no-untyped-call]
     )
     shell.db = {}
-    shell.ast_transformers.append(_WriteCallSilencer())
+    _skip_needless_tokenizing(shell.input_transformer_manager)
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 99)  # type: ignore[no-untyped-call]
     return shell
 
 
-class _WriteCallSilencer(ast.NodeTransformer):
-    """Prevents the value of a last `….write(…)` from being displayed."""
+def _skip_needless_tokenizing(manager: Any) -> None:
+    """Tokenize only cells that may contain syntax of IPython: with `%`, `!`, `?`, or a line that starts with `,;/`."""
+    transform, transformers = manager.do_token_transforms, list(manager.token_transformers)
 
-    def visit_Module(self, module: ast.Module) -> ast.Module:
-        if module.body and script_runner.is_write_call(last := module.body[-1]):
-            assert isinstance(last, ast.Expr)
-            assignment = ast.Assign([ast.Name("_", ast.Store())], last.value)
-            module.body[-1] = ast.fix_missing_locations(ast.copy_location(assignment, last))
-        return module
+    def transform_if_needed(lines: list[str]) -> Any:
+        is_plain = not any(_MAY_BE_IPYTHON_SYNTAX.search(line) for line in lines)
+        return lines if is_plain and manager.token_transformers == transformers else transform(lines)
+
+    manager.do_token_transforms = transform_if_needed
+
+
+def _silence_write_call(module: ast.Module) -> None:
+    """Prevent the value of a last `….write(…)` from being displayed."""
+    if module.body and script_runner.is_write_call(last := module.body[-1]):
+        assert isinstance(last, ast.Expr)
+        assignment = ast.Assign([ast.Name("_", ast.Store())], last.value)
+        module.body[-1] = ast.fix_missing_locations(ast.copy_location(assignment, last))
 
 
 def _shell_class(kernel: ShellOwner) -> Any:
@@ -84,9 +95,17 @@ def _shell_class(kernel: ShellOwner) -> Any:
         display_pub_class = display_publisher
         compiler_class = compiler
 
-        def should_run_async(self, *arguments: Any, **options: Any) -> bool:
+        def transform_ast(self, node: Any) -> Any:
+            if isinstance(node, ast.Module):
+                _silence_write_call(node)
+            return super().transform_ast(node)  # type: ignore[no-untyped-call]
+
+        def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **options: Any) -> bool:
+            code = raw_cell if transformed_cell is None else transformed_cell
+            if "await" not in code and "async" not in code:  # saves compiling it
+                return False
             with contextlib.suppress(Exception):  # invalid code is reported when it is compiled
-                return bool(super().should_run_async(*arguments, **options))
+                return bool(super().should_run_async(raw_cell, transformed_cell=transformed_cell, **options))
             return False
 
         async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:

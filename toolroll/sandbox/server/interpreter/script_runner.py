@@ -38,6 +38,25 @@ def open_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
+_main = types.ModuleType("__main__")
+_main.__dict__.update(__file__="", __builtins__=__builtins__, __annotations__={}, __cached__=None, __spec__=None)
+
+
+def install_main_module(path: str) -> None:
+    """Make `__main__` and sys.argv those of a program at `path`.
+
+    Called in the zygote, for the path that most programs have: a clone would copy many pages of memory to do it.
+    """
+    _main.__file__ = path
+    sys.modules["__main__"] = _main
+    sys.argv = [path]
+
+
+def handle_interrupts() -> None:
+    """Raise KeyboardInterrupt on SIGINT, as Python does unless SIGINT was ignored when it started."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def reseed_random() -> None:
     """Reseed the random number generators that were seeded before the clone."""
     if random := sys.modules.get("random"):
@@ -49,7 +68,7 @@ def reseed_random() -> None:
 
 
 def run(source: str, path: str, *, show_value: bool = False) -> NoReturn:
-    """Run the program and exit as it exits.
+    """Run the program and exit as it exits. `handle_interrupts` must have been called, possibly before the clone.
 
     Args:
         source: Source code.
@@ -57,17 +76,18 @@ def run(source: str, path: str, *, show_value: bool = False) -> NoReturn:
         show_value: Print the value of the last statement if it is an expression.
     """
     reseed_random()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    main = _install_main_module(path)
+    if _main.__file__ != path:
+        install_main_module(path)
+    sys.path.insert(0, path.rpartition("/")[0])
     status = 0
     memory_headroom.capture_limits()
     try:
         for code in _compile(source.encode(), path, show_value=show_value):
-            exec(code, main.__dict__)  # noqa: S102 (runs the program on purpose)
+            exec(code, _main.__dict__)  # noqa: S102 (runs the program on purpose)
     except BaseException as error:  # any exception ends the program
         memory_headroom.release()
         status = _handle_exception(error, path)
-    _exit(status, main)
+    _exit(status)
 
 
 def is_write_call(statement: ast.stmt) -> bool:
@@ -100,15 +120,6 @@ def unchain_memory_error(error: BaseException) -> None:
         error.__context__ = None
 
 
-def _install_main_module(path: str) -> types.ModuleType:
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None, __spec__=None)
-    sys.modules["__main__"] = main
-    sys.argv = [path]
-    sys.path.insert(0, os.path.dirname(path))
-    return main
-
-
 def _compile(source: bytes, path: str, *, show_value: bool) -> list[types.CodeType]:
     """Compile the program. With `show_value`, a last expression is compiled separately, as at Python's prompt."""
     if show_value:
@@ -127,12 +138,12 @@ def _is_silent(last: ast.Expr, source: bytes) -> bool:
     return line[last.end_col_offset :].lstrip().startswith(b";") or is_write_call(last)
 
 
-def _exit(status: int, main: types.ModuleType) -> NoReturn:
+def _exit(status: int) -> NoReturn:
     """Do what an interpreter does at exit, then exit. A negative status is the number of a signal."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        main.__dict__.clear()  # closes files that the program left open, and so flushes them
+        _main.__dict__.clear()  # closes files that the program left open, and so flushes them
         gc.collect()
     except BaseException as error:  # raised by code of the program
         sys.excepthook(type(error), error, error.__traceback__)

@@ -10,6 +10,10 @@ program only if no process of the previous one remains; otherwise it is destroye
 A program thus costs one fork instead of two. Only the zygote destroys namespaces: the server learns later that a
 program has ended, and could kill the next program in the same namespace.
 
+The zygote and a new clone share their memory, and a page is copied when either writes to it. Python writes to every
+object that it uses, so page faults are the largest part of the cost of a program. The zygote therefore prepares the
+parts that all programs have in common, and the code that runs for each program uses few objects.
+
 Besides the modules to preload, only the standard library is imported.
 """
 
@@ -19,7 +23,6 @@ import contextlib
 import fcntl
 import gc
 import importlib
-import io
 import json
 import marshal
 import os
@@ -37,6 +40,9 @@ from toolroll.sandbox.server.interpreter.supervisor import STOP, child_pids
 from toolroll.sandbox.server.isolation import jail, syscalls
 from toolroll.sandbox.server.job_spec import WORK, JailPlan, JobSpec
 
+START_ENVIRONMENT = {"LD_BIND_NOW": "1"}
+"""Variables with which a zygote is started. The dynamic linker resolves functions at once: if it did so at their first
+call, every clone would do it again."""
 REQUEST = struct.Struct("=cQB")
 """Packet to the zygote: RUN, KILL, STOP or CONTINUE, the job's number, and how many of its descriptors, the last ones,
 are cgroups to enter."""
@@ -49,6 +55,8 @@ EXIT_EVENT = struct.Struct("=cQid")
 """Packet from the zygote: EXITED, the job's number, its wait status, and its CPU time in seconds."""
 READY, STARTED, EXITED, FAILED = b"R", b"S", b"E", b"F"
 MAX_JOB_DESCRIPTORS = 16
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_JOB_DESCRIPTORS * struct.calcsize("i"))
+_SOL_SOCKET, _SCM_RIGHTS = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
 MAX_SPARE_NAMESPACES = 64
 """Maximum number of empty pid namespaces to keep for reuse."""
 ORPHAN_CHECK_INTERVAL_MS = 10
@@ -75,10 +83,15 @@ class PidNamespace:
     def is_empty(self) -> bool:
         """Return True if only the first process remains. Orphans of a dead program are its children."""
         try:
-            with io.FileIO(f"/proc/{self.pid}/task/{self.pid}/children") as children:
-                return not children.read(1)
+            children_fd = os.open(f"/proc/{self.pid}/task/{self.pid}/children", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # the process is dead, or the kernel lacks this file
             return False
+        try:
+            return not os.read(children_fd, 1)
+        except OSError:
+            return False
+        finally:
+            os.close(children_fd)
 
     def kill(self) -> None:
         """Kill all processes in the namespace. The first one ends last."""
@@ -123,6 +136,7 @@ class Zygote:
     def __init__(self, server: socket.socket, plan: JailPlan) -> None:
         self.server = server
         self.plan = plan
+        self.child_setup = ChildSetup(jail.ProgramJail(plan, jail.MemoryUse.current()))
         self.jobs: dict[int, ZygoteJob] = {}
         """Running jobs by pidfd."""
         self.spare_namespaces: list[PidNamespace] = []
@@ -131,9 +145,6 @@ class Zygote:
         self.events_after_orphans: list[bytes] = []
         """Without namespaces: events to send when no process of an ended job is left."""
         self.own_namespace_fd = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        with open("/proc/self/statm") as file:
-            size, _, _, _, _, data, _ = file.read().split()
-        self.memory = jail.MemoryUse(*(int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in (size, data)))
         self.poll = select.poll()  # not epoll, whose watches are limited per user
         self.poll.register(server, select.POLLIN)
 
@@ -152,9 +163,11 @@ class Zygote:
                 self._kill_orphans()
 
     def _handle_request(self) -> bool:
-        packet, descriptors, _, _ = socket.recv_fds(self.server, REQUEST.size, MAX_JOB_DESCRIPTORS)
+        # Not socket.recv_fds, nor send_fds below, which use more objects.
+        packet, ancillary, _, _ = self.server.recvmsg(REQUEST.size, _ANCILLARY_BYTES)
         if not packet:
             return False
+        descriptors = [fd for _, _, data in ancillary for fd in memoryview(data).cast("i")]
         kind, number, cgroup_count = REQUEST.unpack(packet)
         if kind != RUN:
             for job in self.jobs.values():
@@ -189,13 +202,13 @@ class Zygote:
             self._become_program(descriptors, cgroup_count, orders)
         job = ZygoteJob(number, pid, pidfd, namespace, control_fd)
         try:
-            pidfds = [pidfd, namespace.pidfd] if namespace else [pidfd]
-            socket.send_fds(self.server, [EVENT.pack(STARTED, number)], pidfds)
-        except OSError:  # the server could not end this program
+            pidfds = struct.pack("ii", pidfd, namespace.pidfd) if namespace else struct.pack("i", pidfd)
+            self.server.sendmsg((EVENT.pack(STARTED, number),), ((_SOL_SOCKET, _SCM_RIGHTS, pidfds),))
+        except OSError as error:  # the server could not end this program
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            self._release(job, b"")
-            raise
+            self._release(job, EVENT.pack(FAILED, number) + str(error).encode())
+            return
         self.poll.register(pidfd, select.POLLIN)
         self.jobs[pidfd] = job
 
@@ -263,7 +276,7 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
         if not orphans:
-            for event in filter(None, self.events_after_orphans):
+            for event in self.events_after_orphans:
                 self.server.send(event)
             self.events_after_orphans.clear()
 
@@ -271,8 +284,9 @@ class Zygote:
         """Run the program in the clone. Never returns to the event loop."""
         try:
             orders = _arrange_descriptors(descriptors, cgroup_count, orders)
-            spec: JobSpec = marshal.loads(io.FileIO(SPEC_FD, closefd=False).readall())  # noqa: S302 (the server's)
-            ChildSetup(self.plan, spec, self.memory, orders).become_program()
+            size = os.lseek(SPEC_FD, 0, os.SEEK_END)
+            spec: JobSpec = marshal.loads(os.pread(SPEC_FD, size, 0))  # noqa: S302 (the server's)
+            self.child_setup.become_program(spec, orders)
         except BaseException as error:  # the program has not started: an error of the server or of the request
             os.write(REPORT_FD, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         finally:
@@ -355,6 +369,7 @@ def main() -> None:
         os.dup2(pipe_end, standard_fd)
         os.close(pipe_end)
     script_runner.open_streams()
+    script_runner.handle_interrupts()
     config = json.loads(sys.argv[1])
     plan: JailPlan = config["plan"]
     try:
@@ -363,6 +378,7 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(jail.environment(plan, WORK))
         preloaded = preload(config["preload"])
+        script_runner.install_main_module(f"{WORK}/main.py")
         gc.collect()
         gc.freeze()  # garbage collections of programs skip these objects, so their pages stay shared
         zygote = Zygote(server, plan)

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from toolroll.sandbox.server.interpreter import supervisor, zygote
 from toolroll.sandbox.server.isolation.cgroup import Cgroup
@@ -79,6 +78,8 @@ class SandboxProcess:
         self.run_time_s = 0.0
         self.failure = ""
         """Reason why the process was not started or was lost. It is never the fault of the program."""
+        self.is_lost = False
+        """Whether the end of the process was not reported, so that its descendants may still be running."""
         self.kill_requested = False
         self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when no process of the program is left."""
@@ -87,7 +88,9 @@ class SandboxProcess:
         """The process and, with namespaces, the first process of its pid namespace, which adopts orphans."""
         self._send_order: Callable[[bytes], None] | None = None
         self._is_stopped = False
-        self._oom_kills = self._reported_oom_kills = cgroup.oom_kills() if cgroup else 0
+        self._oom_kills = 0
+        self._count_oom_kills()  # of the programs that used the cgroup before
+        self._reported_oom_kills = self._oom_kills
 
     def started(self, pidfds: Sequence[int], send_order: Callable[[bytes], None]) -> None:
         """Handle the start of the process.
@@ -113,9 +116,9 @@ class SandboxProcess:
         self.wait_status, self.cpu_time_s = wait_status, cpu_time_s
         self._close()
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str, *, is_lost: bool = False) -> None:
         """Handle a process that could not be started or was lost."""
-        self.failure = reason
+        self.failure, self.is_lost = reason, is_lost
         self._close()
 
     def interrupt(self) -> None:
@@ -229,7 +232,7 @@ class ZygoteHandle:
         # The environment contains nothing of the server's, because programs can read it. Libraries start no threads,
         # because threads do not exist in a clone.
         environment = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment |= {"PATH": self.plan["path"], "LANG": "C.UTF-8", "MPLBACKEND": "Agg"}
+        environment |= {"PATH": self.plan["path"], "LANG": "C.UTF-8", "MPLBACKEND": "Agg", **zygote.START_ENVIRONMENT}
         try:
             self._socket, zygote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with zygote_end:
@@ -255,7 +258,7 @@ class ZygoteHandle:
                 raise ZygoteStartError(f"not ready within {ZYGOTE_START_TIMEOUT_S:g} s") from None
             raise
         self.preloaded = json.loads(message)
-        asyncio.get_running_loop().add_reader(self._socket, self._read_events)
+        asyncio.get_running_loop().add_reader(self._socket, self._read_event)
 
     @property
     def pid(self) -> int:
@@ -275,16 +278,22 @@ class ZygoteHandle:
         cgroups = process.cgroup.descriptors if process.cgroup else []
         packet = zygote.REQUEST.pack(zygote.RUN, self._last_number, len(cgroups))
         spec = marshal.dumps(dict(process.spec), SPEC_MARSHAL_VERSION)
+        inputs: list[int] = []
         try:
-            with _memory_file(stdin) as stdin_file, _memory_file(spec) as spec_file:
-                # The order of ChildSetup.
-                descriptors = [stdin_file.fileno(), *output_fds[:2], spec_file.fileno(), *output_fds[2:], *cgroups]
-                socket.send_fds(self._socket, [packet], descriptors)
+            inputs.append(_input_file(stdin))
+            inputs.append(_input_file(spec))
+            stdin_fd, spec_fd = inputs
+            # The order of ChildSetup.
+            descriptors = [stdin_fd, *output_fds[:2], spec_fd, *output_fds[2:], *cgroups]
+            socket.send_fds(self._socket, [packet], descriptors)
         except OSError as error:
             process.failed(f"the program could not be sent to a zygote: {error}")
         else:
             self.runs[self._last_number] = process
             self._expect_event(self._last_number)
+        finally:
+            for fd in inputs:
+                os.close(fd)
 
     def close(self) -> None:
         """Kill the zygote and every program that it has started."""
@@ -301,7 +310,7 @@ class ZygoteHandle:
             timer.cancel()
         self._response_timers.clear()
         for run in list(self.runs.values()):
-            run.failed("the zygote that ran the program died")
+            run.failed("the zygote that ran the program died", is_lost=True)
         self.runs.clear()
 
     def _order(self, number: int, order: bytes) -> None:
@@ -337,19 +346,18 @@ class ZygoteHandle:
         logger.error("Replacing zygote (pid %d): it %s.", self._process.pid, reason)
         self.close()
 
-    def _read_events(self) -> None:
-        while not self.closed.is_set():
-            try:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, 65536, 2)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet, descriptors = b"", []
-            if not packet:
-                logger.warning("A zygote died (pid %d) and its programs are lost.", self._process.pid)
-                self.close()
-                return
+    def _read_event(self) -> None:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._socket, 65536, 2)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, descriptors = b"", []
+        if packet:
             self._handle_event(packet, descriptors)
+        else:
+            logger.warning("A zygote died (pid %d) and its programs are lost.", self._process.pid)
+            self.close()
 
     def _handle_event(self, packet: bytes, descriptors: list[int]) -> None:
         kind, number = zygote.EVENT.unpack_from(packet)
@@ -440,12 +448,17 @@ def _pid_of(pidfd: int) -> int:
     return int(Path(f"/proc/self/fdinfo/{pidfd}").read_text().rpartition("\nPid:")[2].split()[0])
 
 
-def _memory_file(content: bytes) -> BinaryIO:
-    """Return a file in memory that can only be read."""
+def _input_file(content: bytes) -> int:
+    """Return a descriptor from which `content` can be read. The file cannot be written."""
     if not content:
-        return open(os.devnull, "rb")
-    file = open(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb")  # noqa: SIM115 (returned)
-    file.write(content)
-    file.seek(0)
-    fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
-    return file
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        written = 0
+        while written < len(content):
+            written += os.pwrite(fd, memoryview(content)[written:], written)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _ALL_SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -7,13 +7,12 @@ cgroup version 2 is used if the server's part of the tree is delegated to it wit
 `Delegate=yes`), otherwise version 1, otherwise none; see `CgroupPool.find`.
 
 A server holds a lock on each directory that it creates. When a server starts, it removes the directories that are not
-locked: they belonged to a server that was killed. A lock works between containers too, unlike a process id.
+locked: they belonged to a server that was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -21,10 +20,16 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolroll.sandbox.server.isolation.owned_directory import lock
+
 logger = logging.getLogger(__name__)
 
 _CGROUP_NAME_PREFIX = "toolroll-"
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+SERVER_CGROUP = "toolroll"
+"""Name of the cgroup of the server's own processes, with version 2."""
+_parent_of_programs: Path | None = None
+"""Cgroup that this process has left, in which those of the programs are created."""
 _EVENT_AND_USAGE_FILES = {1: ("memory.oom_control", "memory.usage_in_bytes"), 2: ("memory.events", "memory.current")}
 """Names of the files with the number of OOM kills and with the memory in use, by cgroup version."""
 MAX_RESIDUAL_BYTES = 8 << 20
@@ -164,7 +169,7 @@ class CgroupPool:
         for directory in directories:
             directory.mkdir()
             try:
-                cgroup.locks.append(_lock(directory))
+                cgroup.locks.append(lock(directory))
             except (BlockingIOError, FileNotFoundError):  # a starting server took it for an abandoned one
                 cgroup.remove()
                 return self._create(memory_limit)
@@ -177,28 +182,11 @@ class CgroupPool:
         for parent in dict.fromkeys(self.parents.values()):
             for directory in parent.glob(f"{_CGROUP_NAME_PREFIX}*-*"):
                 with contextlib.suppress(OSError):
-                    lock = _lock(directory)
+                    descriptor = lock(directory)
                     try:
                         directory.rmdir()
                     finally:
-                        os.close(lock)
-
-
-def _lock(directory: Path) -> int:
-    """Open and lock a directory. The lock ends when the descriptor is closed or this process ends.
-
-    Raises:
-        BlockingIOError: If another process holds the lock.
-        FileNotFoundError: If another process has removed the directory.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        directory.stat()
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+                        os.close(descriptor)
 
 
 def _cgroups_of_this_process() -> dict[str, str]:
@@ -217,16 +205,37 @@ def _version_1_parents() -> dict[str, Path]:
     return parents
 
 
-def _version_2_parents() -> dict[str, Path]:
+def enter_server_cgroup(left: Path | None = None) -> Path:
+    """Move this process out of its cgroup, with version 2, so that programs can get cgroups in there.
+
+    Only a cgroup without processes can limit its children. If it contains processes of others, it cannot be used.
+
+    Args:
+        left: Cgroup that the process which started this one has left, if it has.
+
+    Returns:
+        The cgroup that was left, in which those of the programs are created. Later calls return the same one.
+
+    Raises:
+        OSError: If this process cannot be moved, or version 2 is not mounted.
+    """
+    global _parent_of_programs
+    if parent := _parent_of_programs or left:
+        _parent_of_programs = parent
+        return parent
     own = _cgroups_of_this_process().get("")
     if own is None or not (_CGROUP_ROOT / "cgroup.controllers").exists():
         raise FileNotFoundError(f"not mounted at {_CGROUP_ROOT}")
-    parent = _CGROUP_ROOT / own.lstrip("/")
-    if (parent / "cgroup.type").exists():  # absent only in the root cgroup
-        # Only a cgroup without processes can limit its children, so this process moves into a child first. If the
-        # cgroup contains processes of others, it cannot be used.
-        (parent / "toolroll").mkdir(exist_ok=True)
-        (parent / "toolroll" / "cgroup.procs").write_text(str(os.getpid()))
+    cgroup = _CGROUP_ROOT / own.lstrip("/")
+    if (cgroup / "cgroup.type").exists():  # absent only in the root cgroup
+        (cgroup / SERVER_CGROUP).mkdir(exist_ok=True)
+        (cgroup / SERVER_CGROUP / "cgroup.procs").write_text(str(os.getpid()))
+    _parent_of_programs = cgroup
+    return cgroup
+
+
+def _version_2_parents() -> dict[str, Path]:
+    parent = enter_server_cgroup()
     (parent / "cgroup.subtree_control").write_text("+memory +pids")
     with contextlib.suppress(OSError):
         (parent / "cgroup.subtree_control").write_text("+cpu")

@@ -24,8 +24,10 @@ SIGNAL_SCOPE_ABI = 6
 """First ABI version that prevents a process from signalling processes outside its domain."""
 
 
-def restrict(abi: int, readable: Iterable[str], writable: str, devices: Iterable[str], *, network: bool) -> None:
-    """Restrict this process and its future children. Requires no_new_privs.
+def prepare(
+    abi: int, readable: Iterable[str], writable: str, devices: Iterable[str], *, network: bool
+) -> list[syscalls.PreparedCall]:
+    """Return calls that restrict this process and its future children. They require no_new_privs.
 
     From ABI `SIGNAL_SCOPE_ABI`, abstract Unix sockets and signals to processes outside the domain are denied too.
 
@@ -41,13 +43,9 @@ def restrict(abi: int, readable: Iterable[str], writable: str, devices: Iterable
     device_rights = (READ_FILE | WRITE_FILE | TRUNCATE | IOCTL_DEV) & all_rights
     denied_tcp_rights = 0 if network or abi < 4 else _TCP_RIGHTS
     scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if abi >= SIGNAL_SCOPE_ABI else 0
-    ruleset = syscalls.landlock_create_ruleset(all_rights, denied_tcp_rights, scopes)
+    rules = {}
     for path in readable:
         if os.path.exists(path):
-            rights = read_rights if os.path.isdir(path) else read_rights & ~READ_DIR
-            syscalls.landlock_allow_beneath(ruleset, path, rights)
-    syscalls.landlock_allow_beneath(ruleset, writable, all_rights)
-    for path in devices:
-        syscalls.landlock_allow_beneath(ruleset, path, device_rights)
-    syscalls.landlock_restrict_self(ruleset)
-    os.close(ruleset)
+            rules[path] = read_rights if os.path.isdir(path) else read_rights & ~READ_DIR
+    rules |= {writable: all_rights, **dict.fromkeys(devices, device_rights)}
+    return syscalls.prepare_landlock(all_rights, denied_tcp_rights, scopes, rules)

@@ -20,8 +20,12 @@ class HeadroomLimit:
 
     def __init__(self, resource: int) -> None:
         self.resource = resource
-        self.reserved = getrlimit(resource)
-        self.released = self.reserved[1], self.reserved[1]
+        self.capture()
+
+    def capture(self) -> None:
+        """Take the current limit as the one with the reserve."""
+        self.reserved = _, hard = getrlimit(self.resource)
+        self.released = hard, hard
 
     def reserve(self) -> bool:
         """Withhold the reserve. Return False if it was withheld already or the program has set the limit."""
@@ -47,8 +51,8 @@ _data, _address_space = HeadroomLimit(RLIMIT_DATA), HeadroomLimit(RLIMIT_AS)
 
 def capture_limits() -> None:
     """Take the current limits of this process as those of its program. The reserve is withheld from now on."""
-    global _data, _address_space
-    _data, _address_space = HeadroomLimit(RLIMIT_DATA), HeadroomLimit(RLIMIT_AS)
+    _data.capture()
+    _address_space.capture()
 
 
 def reserve() -> bool:

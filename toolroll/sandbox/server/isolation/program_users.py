@@ -6,6 +6,7 @@ user ids: programs of a server that runs as an unprivileged user have the server
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class ProgramUsers:
     def __init__(self) -> None:
         self.first = _FIRST_UID + os.getpid() % _MAX_SERVERS * MAX_USERS
         self._free: list[int] = []
+        self._lost: set[int] = set()
+        """Ids whose programs may still be running."""
         self._next = self.first
 
     @classmethod
@@ -46,10 +49,35 @@ class ProgramUsers:
         if self._free:
             return self._free.pop()
         if self._next == self.first + MAX_USERS:
-            raise OSError(f"all {MAX_USERS} user ids of programs are in use")
+            return self._acquire_lost()
         self._next += 1
         return self._next - 1
 
-    def release(self, user: int) -> None:
-        """Make a user id available again, after all processes of its program have ended."""
-        self._free.append(user)
+    def release(self, user: int, *, reusable: bool = True) -> None:
+        """Make a user id available again.
+
+        Args:
+            user: The user id.
+            reusable: Whether all processes of its program have ended. If not, the id is available when all ids have
+                been used and it has no processes.
+        """
+        if reusable:
+            self._free.append(user)
+        else:
+            self._lost.add(user)
+
+    def _acquire_lost(self) -> int:
+        if not (self._lost and (ended := self._lost - _users_of_processes())):
+            raise OSError(f"all {MAX_USERS} user ids of programs are in use")
+        self._lost -= ended
+        self._free += ended
+        return self._free.pop()
+
+
+def _users_of_processes() -> set[int]:
+    """Return the real user ids of all processes."""
+    users = set[int]()
+    for path in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # the process has ended
+            users.add(int(path.read_text().partition("\nUid:")[2].split(maxsplit=1)[0]))
+    return users

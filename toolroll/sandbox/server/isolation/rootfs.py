@@ -55,11 +55,15 @@ def build(readable: Iterable[str]) -> None:
     os.chdir("/")
 
 
-def bind_paths_below_tmp(readable: Iterable[str]) -> None:
-    """Bind the readable paths of the host's /tmp into the program's private /tmp."""
-    for path in readable:
-        if path.startswith(f"{TMP}/"):
-            _bind(BELOW_TMP + path, path)
+def paths_below_tmp(readable: Iterable[str]) -> list[str]:
+    """Return the readable paths of the host's /tmp."""
+    return [path for path in readable if path.startswith(f"{TMP}/")]
+
+
+def bind_paths_below_tmp(paths: Iterable[str]) -> None:
+    """Bind readable paths of the host's /tmp into the program's private /tmp."""
+    for path in paths:
+        _bind(BELOW_TMP + path, path)
 
 
 def _populate(old: str, new: str, readable: Iterable[str]) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import tempfile
 from itertools import count
 from pathlib import Path
 
+from toolroll.sandbox.server.isolation.owned_directory import OwnedDirectory, remove_tree
 from toolroll.sandbox.server.job_spec import JobSpec
 
 
@@ -16,7 +15,8 @@ class ScratchDirectories:
     """Creates and removes scratch directories."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="toolroll-"))
+        self._owned = OwnedDirectory("scratch")
+        self.directory = self._owned.path
         self.directory.chmod(0o711)
         self._numbers = count()
 
@@ -35,16 +35,8 @@ class ScratchDirectories:
 
     async def release(self, directory: str) -> None:
         """Remove a directory and its content."""
-        await asyncio.to_thread(_remove, directory)
+        await asyncio.to_thread(remove_tree, directory)
 
     def close(self) -> None:
         """Remove all directories."""
-        _remove(str(self.directory))
-
-
-def _remove(directory: str) -> None:
-    # rm handles directories of any depth. A program may have removed the permissions of directories that it created.
-    remove = ["/bin/rm", "-rf", "--", directory]
-    if subprocess.run(remove, capture_output=True).returncode != 0:
-        subprocess.run(["/bin/chmod", "-R", "u+rwX", "--", directory], capture_output=True)
-        subprocess.run(remove, capture_output=True)
+        self._owned.remove()

@@ -1,7 +1,8 @@
 """Linux system calls that Python's os module lacks.
 
-Each function makes one system call and raises OSError, with the name of the call, if it fails. This module imports only
-the standard library: it runs in the interpreter that executes the model's code, which may have no other packages.
+A call that fails raises OSError, with the name of the call. Calls can be prepared in the zygote and are then cheap to
+make in a clone: see `make`. This module imports only the standard library: it runs in the interpreter that executes the
+model's code, which may have no other packages.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from toolroll.sandbox.server.isolation.syscall_numbers import SYSCALL_NUMBERS
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-_libc_holding_gil = ctypes.PyDLL(None, use_errno=True)
-_libc_holding_gil.syscall.restype = ctypes.c_long
+# PyDLL holds the GIL during a call. After `clone`, it would otherwise belong to a thread that the child does not have.
+_syscall = ctypes.PyDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
 
 _ARCH = platform.machine()
 SUPPORTED = _ARCH in SYSCALL_NUMBERS
@@ -35,12 +36,51 @@ CLONE_NEWNET = 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 0x1000, 0x4000, 0x40000, 0x80000
 MNT_DETACH = 2
+_AT_FDCWD = -100
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
-def _call(name: str, *arguments: object) -> int:
-    return _checked(int(_libc.syscall(ctypes.c_long(_NR[name]), *arguments)), name)
+Buffer = bytes | ctypes.Array[ctypes.c_char]
+Argument = int | ctypes.c_int | Buffer | None
+"""Argument of a system call: a number of at most 32 bits, a buffer or a null pointer. Values of ctypes can be changed
+after the call was prepared."""
+
+
+class PreparedCall(NamedTuple):
+    """A system call for `make`."""
+
+    description: str
+    """Name of the call, for errors."""
+    arguments: tuple[Argument, ...]
+    """Number of the call, and its arguments."""
+    result: ctypes.c_int | None
+    """Receives the result, for the arguments of later calls."""
+
+
+def prepare(name: str, *arguments: Argument, result: ctypes.c_int | None = None, description: str = "") -> PreparedCall:
+    """Return a system call for `make`."""
+    return PreparedCall(description or name, (_NR[name], *arguments), result)
+
+
+def make(calls: Iterable[PreparedCall]) -> int:
+    """Make prepared system calls and return the result of the last one.
+
+    In a clone, each page of memory is copied when it is first written to, and Python writes to every object that it
+    uses. Calls that were prepared before the clone use few objects.
+    """
+    value = 0
+    for description, arguments, result in calls:
+        value = _syscall(*arguments)
+        if value < 0:
+            _checked(value, description)
+        if result is not None:
+            result.value = value
+    return value
+
+
+def _call(name: str, *arguments: Argument, description: str = "") -> int:
+    return _checked(int(_syscall(_NR[name], *arguments)), description or name)
 
 
 def _checked(result: int, name: str) -> int:
@@ -61,46 +101,78 @@ def clone(flags: int) -> tuple[int, int]:
     Returns:
         (0, -1) in the child, (pid, pidfd) in the parent.
     """
-    pidfd, sigchld, none = ctypes.c_int(-1), 17, ctypes.c_void_p(0)
-    number, flags_ = ctypes.c_long(_NR["clone"]), ctypes.c_ulong(flags | CLONE_PIDFD | sigchld)
-    # The GIL is held during the call. Otherwise it would belong to a thread that does not exist in the child.
-    pid = int(_libc_holding_gil.syscall(number, flags_, none, ctypes.byref(pidfd), none, none))
+    pidfd, sigchld = ctypes.c_int(-1), 17
+    pid = int(_syscall(_NR["clone"], flags | CLONE_PIDFD | sigchld, None, ctypes.byref(pidfd), None, None))
     return (0, -1) if pid == 0 else (_checked(pid, "clone"), pidfd.value)
 
 
 def unshare(flags: int) -> None:
     """Move this process into new namespaces."""
-    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+    _call("unshare", flags)
+
+
+def prepare_mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> PreparedCall:
+    """Return a call that mounts a file system, or bind-mounts a file or directory."""
+    arguments = source.encode(), target.encode(), kind.encode() or None, flags, options.encode() or None
+    return prepare("mount", *arguments, description=f"mount {target}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount a file system, or bind-mount a file or directory."""
-    arguments = source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None
-    _checked(_libc.mount(*arguments), f"mount {target}")
+    make((prepare_mount(source, target, kind, flags, options),))
+
+
+def prepare_write(path: str, value: Buffer) -> list[PreparedCall]:
+    """Return calls that write to an existing file."""
+    fd = ctypes.c_int()
+    return [_prepare_open(path, os.O_WRONLY, fd), prepare("write", fd, value, len(value), description=f"write {path}"),
+            prepare("close", fd)]  # fmt: skip
+
+
+def _prepare_open(path: str, flags: int, result: ctypes.c_int) -> PreparedCall:
+    return prepare("openat", _AT_FDCWD, path.encode(), flags | os.O_CLOEXEC, result=result, description=f"open {path}")
+
+
+def prepare_working_directory(path: str) -> list[PreparedCall]:
+    """Return calls that create a directory and change to it."""
+    return [prepare_mkdir(path), prepare("chdir", path.encode(), description=f"chdir {path}")]
+
+
+def prepare_mkdir(path: str) -> PreparedCall:
+    """Return a call that creates a directory."""
+    return prepare("mkdirat", _AT_FDCWD, path.encode(), 0o777, description=f"mkdir {path}")
 
 
 def unmount(target: str) -> None:
     """Detach a mount. Processes that still use it keep it until they close it."""
-    _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+    _call("umount2", target.encode(), MNT_DETACH, description=f"umount {target}")
 
 
 def mount_read_only(path: str, *, recursive: bool = True) -> None:
     """Make a mount, and by default the mounts below it, read-only, nodev and nosuid."""
     attributes = struct.pack("=QQQQ", 0x1 | 0x2 | 0x4, 0, 0, 0)  # RDONLY | NOSUID | NODEV, clear, propagation, userns
     at_recursive = 0x8000 if recursive else 0
-    _call("mount_setattr", ctypes.c_int(-100), ctypes.c_char_p(path.encode()), ctypes.c_uint(at_recursive),
-          ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)))  # fmt: skip
+    _call("mount_setattr", _AT_FDCWD, path.encode(), at_recursive, attributes, len(attributes))
 
 
 def pivot_root(new: str, old: str) -> None:
     """Make the mount `new` the root directory and move the current root to `old`, a directory below `new`."""
-    _call("pivot_root", ctypes.c_char_p(new.encode()), ctypes.c_char_p(old.encode()))
+    _call("pivot_root", new.encode(), old.encode())
+
+
+def prepare_prctl(option: int, argument: int) -> PreparedCall:
+    """Return a call that sets an attribute of this process (PR_SET_*)."""
+    return prepare("prctl", option, argument, 0, 0, 0, description=f"prctl {option}")
 
 
 def prctl(option: int, argument: int) -> None:
     """Set an attribute of this process (PR_SET_*)."""
-    zero = ctypes.c_ulong(0)
-    _checked(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), zero, zero, zero), f"prctl {option}")
+    make((prepare_prctl(option, argument),))
+
+
+def prepare_set_ids(user: int | ctypes.c_int) -> list[PreparedCall]:
+    """Return calls that do what `set_ids` does."""
+    return [prepare("setgroups", 0, None), *(prepare(name, user, user, user) for name in ("setresgid", "setresuid"))]
 
 
 def set_ids(user: int) -> None:
@@ -108,82 +180,83 @@ def set_ids(user: int) -> None:
 
     Unlike os.setresuid, does not wait for other threads, which libc may falsely expect after `clone`.
     """
-    _call("setgroups", ctypes.c_size_t(0), None)
-    for name in ("setresgid", "setresuid"):
-        _call(name, *[ctypes.c_uint(user)] * 3)
+    make(prepare_set_ids(user))
 
 
 CAP_KILL, CAP_SETGID, CAP_SETUID = 5, 6, 7
 
 
-def drop_capabilities(keep: Iterable[int] = ()) -> None:
-    """Drop all capabilities except `keep`, and set no_new_privs so that executing a file grants none."""
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
+def prepare_drop_capabilities(keep: Iterable[int] = ()) -> list[PreparedCall]:
+    """Return calls that drop all capabilities except `keep`, and ensure that executing a file grants none."""
     kept = sum(1 << capability for capability in keep)
     header = struct.pack("=II", 0x20080522, 0)  # version 3, this process
     sets = struct.pack("=6I", kept, kept, 0, 0, 0, 0)  # effective, permitted, inheritable; then ≥ 32
-    _call("capset", ctypes.c_char_p(header), ctypes.c_char_p(sets))
+    return [prepare_prctl(PR_SET_NO_NEW_PRIVS, 1), prepare("capset", header, sets)]
 
 
 def close_from(lowest: int) -> None:
     """Close all file descriptors from `lowest` upwards."""
-    _call("close_range", ctypes.c_uint(lowest), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0))
+    _call("close_range", lowest, 0xFFFFFFFF, 0)
 
 
-def seccomp(program: bytes) -> None:
-    """Install a seccomp filter irrevocably. `program` is BPF: an array of `struct sock_filter`."""
-    address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value or 0
-    filter_ = struct.pack("@HP", len(program) // 8, address)
-    set_mode_filter = 1
-    _call("seccomp", ctypes.c_uint(set_mode_filter), ctypes.c_uint(0), ctypes.c_char_p(filter_))
+def prepare_seccomp(program: bytes) -> PreparedCall:
+    """Return a call that installs a seccomp filter irrevocably. `program` is BPF: an array of `struct sock_filter`."""
+    set_mode_filter, header = 1, struct.Struct("@HP")
+    argument = ctypes.create_string_buffer(header.size + len(program))
+    argument.raw = header.pack(len(program) // 8, ctypes.addressof(argument) + header.size) + program
+    return prepare("seccomp", set_mode_filter, 0, argument)
+
+
+RLIMIT = struct.Struct("=qq")
+"""Soft and hard resource limit. -1 is infinity."""
+
+
+def prepare_rlimit(kind: int, limit: Buffer) -> PreparedCall:
+    """Return a call that sets a resource limit of this process to an `RLIMIT`."""
+    this_process = 0
+    return prepare("prlimit64", this_process, kind, limit, None, description=f"prlimit64 {kind}")
 
 
 def landlock_abi() -> int:
     """Return the kernel's Landlock ABI version, or 0 if it has no Landlock."""
     version = 1
     try:
-        return _call("landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint(version))
+        return _call("landlock_create_ruleset", None, 0, version)
     except OSError:
         return 0
 
 
-def landlock_create_ruleset(access_fs: int, access_net: int = 0, scoped: int = 0) -> int:
-    """Create a ruleset that denies the given kinds of access unless a rule allows them.
+def prepare_landlock(access_fs: int, access_net: int, scoped: int, rules: Mapping[str, int]) -> list[PreparedCall]:
+    """Return calls that restrict this process and its future children. They require no_new_privs.
 
-    Returns:
-        A file descriptor of the ruleset.
+    Args:
+        access_fs: Kinds of access to files that are denied unless a rule allows them.
+        access_net: Kinds of access to the network that are denied.
+        scoped: Operations on processes outside of the domain that are denied.
+        rules: Path → kinds of access to it, and to everything below it, that are allowed.
     """
     attributes = struct.pack("=QQQ", access_fs, access_net, scoped)
     size = 24 if scoped else 16 if access_net else 8  # older kernels reject fields that they do not know
-    return _call("landlock_create_ruleset", ctypes.c_char_p(attributes), ctypes.c_size_t(size), ctypes.c_uint(0))
-
-
-def landlock_allow_beneath(ruleset: int, path: str, access: int) -> None:
-    """Allow `access` to a path and to everything below it."""
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        rule = struct.pack("=Qi", access, fd)
-        _call("landlock_add_rule", ctypes.c_int(ruleset), ctypes.c_int(1), ctypes.c_char_p(rule), ctypes.c_uint(0))
-    finally:
-        os.close(fd)
-
-
-def landlock_restrict_self(ruleset: int) -> None:
-    """Apply the ruleset to this process and its future children. Requires no_new_privs."""
-    _call("landlock_restrict_self", ctypes.c_int(ruleset), ctypes.c_uint(0))
+    ruleset = ctypes.c_int()
+    calls = [prepare("landlock_create_ruleset", attributes, size, 0, result=ruleset)]
+    for path, access in rules.items():
+        path_beneath, fd_offset = 1, 8
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", access, -1))
+        fd = ctypes.c_int.from_buffer(rule, fd_offset)
+        calls += [_prepare_open(path, os.O_PATH, fd), prepare("landlock_add_rule", ruleset, path_beneath, rule, 0),
+                  prepare("close", fd)]  # fmt: skip
+    return [*calls, prepare("landlock_restrict_self", ruleset, 0), prepare("close", ruleset)]
 
 
 def setns(fd: int, kind: int) -> None:
     """Enter a namespace. A pid namespace applies only to children that are started afterwards."""
-    _checked(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+    _call("setns", fd, kind)
 
 
-def loopback_up() -> None:
-    """Bring up the loopback interface, so that a program can connect to itself over 127.0.0.1."""
+def prepare_loopback_up() -> list[PreparedCall]:
+    """Return calls that bring up the loopback interface, so that a program can connect to itself over 127.0.0.1."""
     af_inet, sock_dgram, siocsifflags, iff_up_running = 2, 2, 0x8914, 0x41
-    # The C library directly: creating a Python socket object would take half of the time that enter() takes.
-    handle = _checked(_libc.socket(af_inet, sock_dgram, 0), "socket")
-    try:
-        _checked(_libc.ioctl(handle, siocsifflags, struct.pack("=16sh22x", b"lo", iff_up_running)), "ioctl lo")
-    finally:
-        os.close(handle)
+    fd = ctypes.c_int()
+    request = struct.pack("=16sh22x", b"lo", iff_up_running)
+    return [prepare("socket", af_inet, sock_dgram, 0, result=fd),
+            prepare("ioctl", fd, siocsifflags, request, description="ioctl lo"), prepare("close", fd)]  # fmt: skip

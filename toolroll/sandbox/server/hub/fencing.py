@@ -8,20 +8,13 @@ Invariant: after `fence` returned 0 for a holder, no request of its leases up to
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from typing import NamedTuple, Self
+
+from toolroll.sandbox.server.hub.rejections import LeaseLost
 
 MAX_FENCES = 100_000
 """Maximum number of fenced holders. The oldest are forgotten first, long after the deadlines of their requests."""
-
-
-class LeaseLost(Exception):
-    """Raised when the lease of a request was fenced, or when the request arrives after its deadline."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason} The program was not run. Acquire another slot.")
 
 
 class LeaseToken(NamedTuple):
@@ -34,6 +27,8 @@ class LeaseToken(NamedTuple):
     def parse(cls, text: str) -> Self:
         """Parse "holder/number". Raises ValueError if the text has another form."""
         holder, _, number = text.rpartition("/")
+        if not text.isascii():
+            raise ValueError(f"not ASCII: {text!r}")
         return cls(holder, int(number))
 
 
@@ -62,28 +57,29 @@ class LeaseFences:
         leases = (lease for lease in self._running if lease.holder == holder and lease.number <= number)
         return sum(self._running[lease] for lease in leases)
 
-    @contextlib.contextmanager
-    def run(self, lease: LeaseToken | None, granted_at: float) -> Iterator[None]:
-        """Count a request as running for the duration of the context.
+    def start(self, lease: LeaseToken, granted_at: float | None) -> None:
+        """Count a request as running.
 
         Args:
-            lease: Lease of the request, or None if it has none.
-            granted_at: Time at which the slot of the request was granted.
+            lease: Lease of the request.
+            granted_at: Time at which the slot of the request was granted, if it is known.
 
         Raises:
             LeaseLost: If the lease was fenced, or may have been fenced before the server started.
         """
-        if lease is None:
-            yield
-            return
         if lease.number <= self._fences.get(lease.holder, -1):
-            raise LeaseLost(f"The lease {lease.holder}/{lease.number} has ended and was fenced.")
-        if granted_at < self._started_at:
-            raise LeaseLost("The server was restarted after the slot was granted.")
+            raise LeaseLost(
+                f"The lease {lease.holder}/{lease.number} has ended and was fenced. The program was not run. "
+                "Acquire another slot."
+            )
+        if granted_at is not None and granted_at < self._started_at:
+            raise LeaseLost(
+                "The server was restarted after the slot was granted. The program was not run. Acquire another slot."
+            )
         self._running[lease] += 1
-        try:
-            yield
-        finally:
-            self._running[lease] -= 1
-            if not self._running[lease]:
-                del self._running[lease]
+
+    def end(self, lease: LeaseToken) -> None:
+        """Count a request as ended."""
+        self._running[lease] -= 1
+        if not self._running[lease]:
+            del self._running[lease]

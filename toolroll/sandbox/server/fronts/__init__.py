@@ -1,0 +1,1 @@
+"""The fronts of a sandbox server: they handle connections, in one or more processes."""
