@@ -82,6 +82,13 @@ class InvalidArguments(PolicyFault):
     """Raised when the arguments of a tool call are not valid JSON or do not satisfy the tool's schema."""
 
 
+class CallTimeout(PolicyFault):
+    """Raised when a tool call did not end within its time. The model reads the message.
+
+    The outcome depends on the caller's deadline, so a cache neither stores it nor shares it with other callers.
+    """
+
+
 class RecordsNotWritten(ToolrollError):
     """Raised when a run stops because it cannot write records, for example because the disk is full."""
 
@@ -104,6 +111,10 @@ class InfraFault(ToolrollError):
     Tools raise it when a service that they depend on is unavailable.
     """
 
+    depends_on_deadline: bool = False
+    """True if the same call with a later deadline may succeed. A cache does not share such a fault with other
+    callers."""
+
 
 class UserCodeError(InfraFault):
     """Raised when a reward function or the `calc_reward` of a tool raised an exception. Another attempt would, too."""
@@ -121,12 +132,42 @@ class UserCodeError(InfraFault):
         return cls(f"{what} failed: {type(error).__name__}: {error}{place}.")
 
 
+class ReplayMiss(InfraFault):
+    """Raised when a replay needs a result that was not recorded."""
+
+
 class SlotTimeout(InfraFault):
     """Raised when no slot of a limited resource became free before the deadline."""
+
+    depends_on_deadline = True
 
 
 class LimiterUnavailable(InfraFault):
     """Raised when a lease expired and the cluster's limiter could not be reached before the deadline."""
+
+    depends_on_deadline = True
+
+
+class BudgetExhausted(InfraFault):
+    """Raised when the budget of a limited resource is spent. Another attempt would fail as well.
+
+    Args:
+        resource: Name of the resource.
+        unit: Unit of which nothing or too little is left.
+        cost: Amount that the work needs.
+        left: Amount that is left.
+    """
+
+    def __init__(self, resource: str, unit: str, cost: float, left: float) -> None:
+        super().__init__(
+            f"The budget of {resource!r} is spent: {left:.6g} {unit} left, {cost:.6g} needed. Raise it with "
+            f"`toolroll limiter set {resource!r} --budget {unit}=TOTAL` or in the config."
+        )
+        self.resource, self.unit = resource, unit
+        self._init_args = resource, unit, cost, left
+
+    def __reduce__(self) -> tuple[type[BudgetExhausted], tuple[str, str, float, float]]:
+        return BudgetExhausted, self._init_args
 
 
 class SandboxUnavailable(InfraFault):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolroll._internal.retry_after import parse_retry_after
 from toolroll.http.endpoints import (
     ENDPOINT_COOLDOWN_S,
     MAX_COOLDOWN_S,
@@ -24,7 +25,6 @@ from toolroll.http.failures import (
     error_detail,
     failure_from_exception,
     failure_from_status,
-    parse_retry_after,
 )
 from toolroll.http.request import BACKOFF_LIMIT_S, AttemptHistory, RetryPolicy
 

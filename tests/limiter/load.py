@@ -23,7 +23,7 @@ import ray
 from toolroll._internal.cancellation import finish_despite_cancellation
 from toolroll.errors import LimiterUnavailable, SlotTimeout
 from toolroll.limiter.cluster import ClusterLimiter
-from toolroll.limiter.slot_queue import Slot
+from toolroll.limiter.slot import Slot
 
 outcomes: Counter[str] = Counter()
 connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []

@@ -42,15 +42,18 @@ async def test_killed_process_and_its_programs(
 ) -> None:
     """The server kills programs whose connection is closed, but completes those of sessions: their slots stay used."""
     seconds = 10 if in_sessions else 60
-    with serving("--capacity", "16") as server, holder_process(server.url, seconds, in_sessions) as holder:
+    with serving("--capacity", "16") as server:
         sandbox = LimitedSandbox(LimitedSandboxSettings(sandbox_fusion_url=(server.url,), rate_limit=LIMIT))
         async with SandboxClient(server.url) as client:
-            while (await client.ping(deadline=time.monotonic() + 60)).running < LIMIT:
-                assert holder.poll() is None
-                await asyncio.sleep(0.05)
-            await wait_for_slots(sandbox.resource, in_use=LIMIT)
-            holder.kill()
-            killed = time.monotonic()
+            # Else the programs of the holder would wait until the interpreters of sessions are ready.
+            await client.run("1", session_id="warm", run_timeout=60)
+            with holder_process(server.url, seconds, in_sessions) as holder:
+                while (await client.ping(deadline=time.monotonic() + 60)).running < LIMIT:
+                    assert holder.poll() is None
+                    await asyncio.sleep(0.05)
+                await wait_for_slots(sandbox.resource, in_use=LIMIT)
+                holder.kill()
+                killed = time.monotonic()
             programs = [
                 asyncio.create_task(sandbox.run("import time; time.sleep(1)", run_timeout=10)) for _ in range(LIMIT)
             ]

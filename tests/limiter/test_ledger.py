@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from strategies import scaled
 
-from toolroll.limiter.lease import HolderReport, Lease, LeasedSlots
-from toolroll.limiter.ledger import CONTENDED_TICK_INTERVAL_S, LEASE_TTL_S, Checkpoint, Ledger
+from toolroll.errors import ConfigError
+from toolroll.limiter.ledger.credit_ledger import BURST_S, CREDIT_TTL_S
+from toolroll.limiter.ledger.lease import HolderReport, Lease, LeasedSlots
+from toolroll.limiter.ledger.ledger import CONTENDED_TICK_INTERVAL_S, LEASE_TTL_S, Checkpoint, Ledger
+from toolroll.limiter.ledger.policy import LimitPolicy
 
 HOLD_S = 3.0
 
@@ -23,6 +28,8 @@ class Work:
 
     lease: int
     """Number of the lease by which the slot was granted."""
+    epoch: int
+    """Epoch of an adaptive limit in which it was granted."""
     expires_at: float
     ends_at: float | None = None
     """End of the work; None if the process has not sent it to the sandbox yet."""
@@ -36,6 +43,8 @@ class Process:
     work: list[Work] = field(default_factory=list)
     waiting: int = 0
     dead: bool = False
+    spent: dict[str, float] = field(default_factory=dict)
+    """Cost of its work by the estimates, minus the amounts that corrections returned."""
     fence: int = 0
     """Number of the lease up to which the sandbox rejects work that has not started."""
 
@@ -48,12 +57,24 @@ class Process:
         ]
 
 
+UNITS = ("requests", "tokens")
+MAX_TOKENS = 5
+RATES = st.fixed_dictionaries({}, optional={unit: st.floats(0.5, 50.0) for unit in UNITS})
+BUDGETS = st.fixed_dictionaries({}, optional={unit: st.integers(1, 100) for unit in UNITS})
+REFUND_S = 5 * CREDIT_TTL_S
+"""Time after which a refund is forgotten, except for 1 %."""
+WINDOWS_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Windows in which the rates are checked."""
+
 INDEX = st.integers(0, 2)
 """Index of a live process; there are always three."""
 
 
 class Cluster(RuleBasedStateMachine):
-    """Holders and a ledger, with a network that delays, duplicates, reorders and loses messages."""
+    """Holders and a ledger, with a network that delays, duplicates, reorders and loses messages.
+
+    The limit may adapt, and there may be rates and budgets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,15 +86,60 @@ class Cluster(RuleBasedStateMachine):
         self.to_fence: list[tuple[str, int, int]] = []
         """Confirmed fences in transit: holder, number of the lease, work that runs."""
         self.parked: set[str] = set()
-        self.restarted = False
+        self.spends: list[tuple[float, str, float]] = []
+        """Time, unit and amount that holders have spent, by the estimates."""
+        self.returns: list[tuple[float, str, float]] = []
+        """Time, unit and amount that corrections have returned."""
+        self.refunds: list[tuple[float, str, float]] = []
+        """Time, unit and amount of the refunds that the ledger has learned of."""
+        self.first_costs: list[tuple[float, str, float]] = []
+        """Time, unit and cost of the costliest first waiter that the ledger knows."""
+        self.reports: dict[str, HolderReport] = {}
+        """Latest report of each holder that the ledger has received."""
+        self.excess: dict[str, float] = dict.fromkeys(UNITS, 0.0)
+        """Amounts by which work has cost more than estimated, by unit."""
+        self.restarts: list[float] = []
 
-    @initialize(limit=st.integers(1, 12), waiting=st.tuples(*[st.integers(0, 15)] * 3))
-    def start_cluster(self, limit: int, waiting: tuple[int, ...]) -> None:
-        self.ledger = Ledger(limit)
+    @initialize(
+        limit=st.integers(1, 12),
+        minimum=st.none() | st.integers(1, 12),
+        rates=RATES,
+        budgets=BUDGETS,
+        waiting=st.tuples(*[st.integers(0, 15)] * 3),
+    )
+    def start_cluster(
+        self,
+        limit: int,
+        minimum: int | None,
+        rates: dict[str, float],
+        budgets: dict[str, float],
+        waiting: tuple[int, ...],
+    ) -> None:
+        self.ledger = Ledger(LimitPolicy(min(limit, minimum or limit), limit, rates, budgets))
+        self.rates = [(float("-inf"), rates)]
         self.save()
-        self.limits = [(float("-inf"), limit)]
+        self.limits = [(float("-inf"), self.ledger.limit)]
         for count in waiting:
             self.start_process(count)
+
+    def divide(self) -> None:
+        self.ledger.divide(self.now)
+        self.limits.append((self.now, self.ledger.limit))
+        for unit in UNITS:
+            costs = (self.reports[name].credit.first.get(unit, 0.0) for name in self.ledger.holders)
+            self.first_costs.append((self.now, unit, max(costs, default=0.0)))
+
+    def receive(self, report: HolderReport) -> bool:
+        """Pass a report to the ledger. Return False if it was ignored."""
+        is_new = self.ledger.report(report, self.now)
+        if is_new:
+            self.add_refunds(report.holder, report.credit.refunded)
+            self.reports[report.holder] = report
+        return is_new
+
+    def add_refunds(self, name: str, total: Mapping[str, float]) -> None:
+        before = self.reports[name].credit.refunded if name in self.reports else {}
+        self.refunds += [(self.now, unit, amount - before.get(unit, 0.0)) for unit, amount in total.items()]
 
     def start_process(self, waiting: int) -> None:
         name = f"p{len(self.processes)}"
@@ -89,14 +155,49 @@ class Cluster(RuleBasedStateMachine):
     def change_demand(self, index: int, waiting: int) -> None:
         self.alive[index].waiting = waiting
 
-    @rule(index=INDEX, hold=st.floats(0.1, HOLD_S))
-    def run(self, index: int, hold: float) -> None:
-        """Grant as many slots as the lease allows."""
-        process = self.alive[index]
+    @rule(index=INDEX, hold=st.floats(0.1, HOLD_S), tokens=st.integers(0, MAX_TOKENS))
+    def run(self, index: int, hold: float, tokens: int) -> None:
+        """Grant as many slots as the lease and the credit allow."""
+        process, cost = self.alive[index], {"requests": 1.0, "tokens": float(tokens)}
         leased = process.leased
-        while process.waiting and len(process.work) < leased.usable(self.now) and leased.allows(hold):
-            process.work.append(Work(leased.lease.seq, self.now + hold))
+        while (
+            process.waiting
+            and len(process.work) < leased.usable(self.now)
+            and leased.allows(hold)
+            and not leased.is_paused
+            and leased.credit.suffices(cost, self.now)
+        ):
+            process.work.append(Work(leased.lease.seq, leased.outcomes.epoch, self.now + hold))
             process.waiting -= 1
+            leased.credit.spend(cost)
+            self.spends += [(self.now, unit, amount) for unit, amount in cost.items()]
+            process.spent = {unit: process.spent.get(unit, 0.0) + amount for unit, amount in cost.items()}
+
+    @rule(index=INDEX, unit=st.sampled_from(UNITS), fraction=st.floats(0.1, 1.0))
+    def correct(self, index: int, unit: str, fraction: float) -> None:
+        """Some work costs less than estimated."""
+        process = self.alive[index]
+        if amount := fraction * process.spent.get(unit, 0.0):
+            process.spent[unit] -= amount
+            process.leased.credit.spend({unit: -amount})
+            self.returns.append((self.now, unit, amount))
+
+    @rule(index=INDEX, unit=st.sampled_from(UNITS), amount=st.integers(1, 2 * MAX_TOKENS))
+    def exceed_estimate(self, index: int, unit: str, amount: int) -> None:
+        """Some work costs more than estimated."""
+        self.alive[index].leased.credit.spend({unit: amount})
+        self.excess[unit] += amount
+
+    @rule(index=INDEX, rejected=st.integers(0, 3), retry_after=st.sampled_from([0.0, 0.0, 3.0]))
+    def end_work(self, index: int, rejected: int, retry_after: float) -> None:
+        """Some work is rejected by the sandbox, and the rest succeeds."""
+        process = self.alive[index]
+        for number, work in enumerate(process.work):
+            if number < rejected:
+                process.leased.reject(work.epoch, self.now + retry_after)
+            else:
+                process.leased.outcomes.succeed(work.epoch, 0.1)
+        process.work = []
 
     @rule(index=INDEX)
     def send_work(self, index: int) -> None:
@@ -106,22 +207,31 @@ class Cluster(RuleBasedStateMachine):
         for work in process.work:
             work.ends_at = work.expires_at
 
-    def report_of(self, process: Process, hold: float) -> HolderReport:
+    def report_of(self, process: Process, hold: float, tokens: int) -> HolderReport:
         in_use = len(process.work)
         lasts = max([hold, *(work.expires_at - self.now for work in process.work)])
-        return process.leased.report(self.now, in_use=in_use, wants=in_use + process.waiting, hold=lasts)
+        has_demand = process.waiting and process.leased.credit.has_accounts
+        first = process.leased.credit.required({"requests": 1.0, "tokens": tokens}) if has_demand else {}
+        return process.leased.report(
+            self.now,
+            in_use=in_use,
+            wants=in_use + process.waiting,
+            hold=lasts,
+            first_cost=first,
+            wanted_cost={unit: process.waiting * amount for unit, amount in first.items()},
+        )
 
-    @rule(index=INDEX, hold=st.floats(0.1, HOLD_S))
-    def send(self, index: int, hold: float) -> None:
-        self.to_ledger.append(self.report_of(self.alive[index], hold))
+    @rule(index=INDEX, hold=st.floats(0.1, HOLD_S), tokens=st.integers(0, MAX_TOKENS))
+    def send(self, index: int, hold: float, tokens: int) -> None:
+        self.to_ledger.append(self.report_of(self.alive[index], hold, tokens))
 
-    @rule(index=INDEX, hold=st.floats(0.1, HOLD_S))
-    def renew(self, index: int, hold: float) -> None:
+    @rule(index=INDEX, hold=st.floats(0.1, HOLD_S), tokens=st.integers(0, MAX_TOKENS))
+    def renew(self, index: int, hold: float, tokens: int) -> None:
         """The usual case: a report arrives, is answered, and the answer arrives."""
         process = self.alive[index]
         name = process.leased.holder
-        if name not in self.cut and self.ledger.report(self.report_of(process, hold), self.now):
-            self.ledger.divide(self.now)
+        if name not in self.cut and self.receive(self.report_of(process, hold, tokens)):
+            self.divide()
             self.save()
             if lease := self.ledger.answer(name, due=True):
                 process.leased.apply(lease)
@@ -134,6 +244,18 @@ class Cluster(RuleBasedStateMachine):
         if seen:
             self.ledger.mark_dead(process.leased.holder, self.now)
         self.start_process(waiting)
+
+    @rule(index=INDEX, waiting=st.integers(0, 15))
+    def stop(self, index: int, waiting: int) -> None:
+        """Stop a process normally. Its reports may still be in transit."""
+        process = self.alive[index]
+        if not process.may_run(self.now):
+            process.dead, process.waiting, process.work = True, 0, []
+            process.leased.terminate()
+            credit = process.leased.credit
+            self.ledger.deregister(process.leased.holder, self.now, credit.spent())
+            self.add_refunds(process.leased.holder, credit.report({}, {}, self.now).refunded)
+            self.start_process(waiting)
 
     @rule()
     def fence(self) -> None:
@@ -163,7 +285,7 @@ class Cluster(RuleBasedStateMachine):
             report = reachable[which % len(reachable)]
             if not duplicated:
                 self.to_ledger.remove(report)
-            if not lost and self.ledger.report(report, self.now):
+            if not lost and self.receive(report):
                 self.parked.add(report.holder)
 
     @rule(which=st.integers(0, 9), duplicated=st.booleans(), lost=st.booleans())
@@ -180,19 +302,33 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(due=st.booleans())
     def tick(self, due: bool) -> None:
-        self.ledger.divide(self.now)
+        self.divide()
         for name in sorted(self.parked & self.ledger.holders.keys()):
-            is_saved = max(self.ledger.holders[name].revision, self.ledger.ttl_revision) <= self.saved_revision
+            is_saved = self.ledger.required_revision(name) <= self.saved_revision
             if is_saved and (lease := self.ledger.answer(name, due=due)):
                 self.parked.remove(name)
                 self.to_holders.append((name, lease))
         self.parked &= self.ledger.holders.keys()
 
-    @rule(limit=st.integers(0, 20))
-    def set_limit(self, limit: int) -> None:
-        self.ledger.set_limit(limit)
+    @rule(limit=st.integers(0, 20), minimum=st.none() | st.integers(1, 20))
+    def set_limit(self, limit: int, minimum: int | None) -> None:
+        minimum = minimum and min(minimum, limit)
+        self.ledger.set_policy(self.ledger.policy.changed(limit, minimum, {}, {}), self.now)
         self.save()
-        self.limits.append((self.now, limit))
+        self.limits.append((self.now, self.ledger.limit))
+
+    @rule(factor=st.floats(0.5, 2.0))
+    def set_rates(self, factor: float) -> None:
+        rates = {unit: factor * rate for unit, rate in self.ledger.policy.rates.items()}
+        self.ledger.set_policy(self.ledger.policy.changed(None, None, rates, {}), self.now)
+        self.save()
+        self.rates.append((self.now, rates))
+
+    @rule(added=st.integers(1, 50))
+    def raise_budgets(self, added: int) -> None:
+        budgets = {unit: total + added for unit, total in self.ledger.policy.budgets.items()}
+        self.ledger.set_policy(self.ledger.policy.changed(None, None, {}, budgets), self.now)
+        self.save()
 
     @rule()
     def save(self) -> None:
@@ -201,7 +337,9 @@ class Cluster(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """Restart the actor: its state is lost, except for the last checkpoint."""
-        self.ledger = Ledger.restore(self.saved, self.now)
+        self.ledger = Ledger.restore(Checkpoint(*json.loads(json.dumps(self.saved))), self.now)
+        self.restarts.append(self.now)
+        self.limits.append((self.now, self.ledger.limit))
         self.save()
         self.parked.clear()
 
@@ -230,7 +368,37 @@ class Cluster(RuleBasedStateMachine):
         held = sum(holder.reserved for holder in self.ledger.holders.values())
         assert self.ledger.reserved == held + self.ledger.quarantined
 
-    @precondition(lambda self: self.ledger.limit > 0)
+    @invariant()
+    def rates_hold_in_all_windows(self) -> None:
+        for length in WINDOWS_S:
+            since = self.now - length
+            before, recent = (
+                [rates for at, rates in self.rates if (at < since) is is_before] for is_before in (True, False)
+            )
+            # What a restarted ledger does not know is spent in addition to what it hands out.
+            bursts = 2 + sum(at >= since - CREDIT_TTL_S for at in self.restarts)
+            for unit in self.ledger.policy.rates:
+                rate = max(rates[unit] for rates in [*before[-1:], *recent])
+                spent = sum(amount for at, one, amount in self.spends if at > since and one == unit)
+                refunded = sum(amount for at, one, amount in self.refunds if at >= since - REFUND_S and one == unit)
+                costs = (cost for at, one, cost in self.first_costs if at >= since - CREDIT_TTL_S and one == unit)
+                assert spent <= 1.01 * refunded + rate * length + bursts * max([BURST_S * rate, *costs]) + 1e-6
+
+    @invariant()
+    def budgets_are_not_exceeded(self) -> None:
+        for unit, total in self.ledger.policy.budgets.items():
+            spent, returned = (
+                sum(amount for _, one, amount in amounts if one == unit) for amounts in (self.spends, self.returns)
+            )
+            assert spent - returned <= total + self.excess[unit] + 1e-6
+
+    @invariant()
+    def adaptive_limit_is_in_range(self) -> None:
+        policy = self.ledger.policy
+        if self.ledger.adaptive:
+            assert policy.min <= self.ledger.adaptive.limit <= policy.max
+
+    @precondition(lambda self: self.ledger.limit > 0 and not self.ledger.policy.adapts)
     @rule()
     def limit_is_used_in_full_after_recovery(self) -> None:
         """Without further faults, and with demand everywhere, the whole limit is in use after a bounded time."""
@@ -246,8 +414,8 @@ class Cluster(RuleBasedStateMachine):
         while self.now < until:
             self.wait(0.25)
             for process in self.alive:
-                self.ledger.report(self.report_of(process, HOLD_S), self.now)
-            self.ledger.divide(self.now)
+                self.receive(self.report_of(process, HOLD_S, MAX_TOKENS))
+            self.divide()
             self.save()
             for process in self.alive:
                 if lease := self.ledger.answer(process.leased.holder, due=True):
@@ -255,6 +423,35 @@ class Cluster(RuleBasedStateMachine):
             used.append(sum(process.leased.usable(self.now) for process in self.alive))
         # The maximum of several steps, as a rotating slot is unused while it moves.
         assert max(used[-4:]) == self.ledger.limit
+
+    @precondition(lambda self: self.ledger.limit >= 3 and not self.ledger.policy.adapts)
+    @precondition(lambda self: self.ledger.policy.rates and not self.ledger.policy.budgets)
+    @rule()
+    def rates_are_used_in_full_after_recovery(self) -> None:
+        """Without further faults, and with demand everywhere, as much work starts as the lowest rate allows."""
+        self.cut.clear()
+        self.to_ledger.clear()
+        self.to_holders.clear()
+        step_s, recovery_s, measured_s = 0.05, LEASE_TTL_S + HOLD_S + 1.0, 5.0
+        for process in self.alive:
+            process.waiting, process.work = 10_000, []
+        self.now += recovery_s  # corrections may have to be earned back, by the slowest rate
+        self.now += max(self.excess[unit] / rate for unit, rate in self.ledger.policy.rates.items())
+        measured_from = self.now + recovery_s
+        while self.now < measured_from + measured_s:
+            self.wait(step_s)
+            for index, process in enumerate(self.alive):
+                self.run(index, 1.0, tokens=1)
+                process.work = []
+                self.receive(self.report_of(process, HOLD_S, tokens=1))
+            self.divide()
+            self.save()
+            for process in self.alive:
+                if lease := self.ledger.answer(process.leased.holder, due=True):
+                    process.leased.apply(lease)
+        uses = sum(amount for at, unit, amount in self.spends if at > measured_from and unit == "requests")
+        slots_per_s = 2 / step_s  # one per process and step, or fewer if one moves
+        assert uses >= 0.9 * measured_s * min([*self.ledger.policy.rates.values(), slots_per_s]) - 1
 
 
 Cluster.TestCase.settings = settings(max_examples=scaled(200), stateful_step_count=40, deadline=None)
@@ -265,7 +462,7 @@ class Network:
     """Holders whose reports are answered at once, for tests of the division."""
 
     def __init__(self, limit: int, wants: list[int], **kwargs: float) -> None:
-        self.ledger = Ledger(limit, **kwargs)  # type: ignore[arg-type]
+        self.ledger = Ledger(LimitPolicy.fixed(limit), **kwargs)  # type: ignore[arg-type]
         self.now = 0.0
         self.holders = [LeasedSlots(f"h{number}") for number in range(len(wants))]
         self.wants = wants
@@ -346,7 +543,7 @@ def test_slots_of_dead_holder_stay_in_quarantine() -> None:
 
 
 def test_late_report_of_dead_holder_is_ignored() -> None:
-    ledger = Ledger(4)
+    ledger = Ledger(LimitPolicy.fixed(4))
     dead = LeasedSlots("dead")
     late = dead.report(0.0, in_use=0, wants=4, hold=1.0)
     ledger.mark_dead("dead", 0.0)
@@ -365,17 +562,31 @@ def test_deregistered_slots_are_free_at_once() -> None:
 def test_limit_can_be_lowered_and_raised() -> None:
     network = Network(32, [64, 64])
     assert network.settle() == [16, 16]
-    network.ledger.set_limit(8)
+    network.ledger.set_policy(LimitPolicy.fixed(8), 0.0)
     assert network.settle() == [4, 4]
-    network.ledger.set_limit(64)
+    network.ledger.set_policy(LimitPolicy.fixed(64), 0.0)
     assert network.settle() == [32, 32]
     assert {(holder.lease.limit, holder.lease.version) for holder in network.holders} == {(64, 2)}
+
+
+def test_limit_keeps_its_range_when_the_maximum_changes() -> None:
+    adapts, fixed = LimitPolicy(4, 64), LimitPolicy.fixed(4)
+    for maximum in (4, 3, 0):
+        lowered = adapts.changed(maximum, None, {}, {})
+        assert not lowered.adapts
+        assert lowered.changed(64, None, {}, {}) == adapts
+        assert not fixed.changed(maximum, None, {}, {}).changed(64, None, {}, {}).adapts
+    made_fixed = adapts.changed(None, 64, {}, {})
+    assert not made_fixed.changed(128, None, {}, {}).adapts
+    assert made_fixed.changed(128, 64, {}, {}).adapts
+    with pytest.raises(ConfigError, match="minimum 100: it exceeds the maximum 64"):
+        adapts.changed(None, 100, {}, {})
 
 
 def test_restarted_ledger_learns_before_it_grants() -> None:
     network = Network(32, [16, 16])
     assert network.settle() == [16, 16]
-    network.ledger.set_limit(40)
+    network.ledger.set_policy(LimitPolicy.fixed(40), 0.0)
     network.settle()
     network.ledger = Ledger.restore(network.ledger.checkpoint(), network.now)
     silent, network.holders, network.wants = network.holders[0], [network.holders[1], LeasedSlots("new")], [40, 8]
@@ -390,7 +601,7 @@ def test_restarted_ledger_learns_before_it_grants() -> None:
 
 def test_restarted_ledger_waits_for_work_of_dead_holder() -> None:
     """The work of the dead holder lasts longer than any work that the other holders have announced."""
-    ledger, victim = Ledger(32), LeasedSlots("victim")
+    ledger, victim = Ledger(LimitPolicy.fixed(32)), LeasedSlots("victim")
     ledger.report(victim.report(0.0, in_use=32, wants=32, hold=60.0), 0.0)
     ledger.mark_dead("victim", 0.1)
     restored = Network(32, [32])
@@ -417,7 +628,7 @@ def test_fenced_slots_are_free_at_once() -> None:
 
 
 def test_fence_of_returned_holder_is_ignored() -> None:
-    ledger, holder = Ledger(4), LeasedSlots("h")
+    ledger, holder = Ledger(LimitPolicy.fixed(4)), LeasedSlots("h")
     ledger.report(holder.report(0.0, in_use=4, wants=4, hold=30.0), 0.0)
     ledger.divide(LEASE_TTL_S)
     ((name, lease),) = ledger.fences().items()
@@ -432,7 +643,7 @@ def test_fence_of_returned_holder_is_ignored() -> None:
 
 def test_returned_holder_gets_only_free_slots() -> None:
     """A holder was suspended and its slots moved. When it returns, its requests have been rejected but not ended."""
-    ledger, suspended, other = Ledger(10), LeasedSlots("suspended"), LeasedSlots("other")
+    ledger, suspended, other = Ledger(LimitPolicy.fixed(10)), LeasedSlots("suspended"), LeasedSlots("other")
     ledger.report(suspended.report(0.0, in_use=10, wants=10, hold=60.0), 0.0)
     ledger.divide(LEASE_TTL_S)
     ledger.confirm_fence("suspended", ledger.fences()["suspended"], running=0)
@@ -452,7 +663,7 @@ def test_returned_holder_gets_only_free_slots() -> None:
 
 def test_delayed_report_does_not_revive_expired_lease() -> None:
     """The report was sent before the lease expired and arrives when another holder has got the slots."""
-    ledger, late, other = Ledger(10), LeasedSlots("late"), LeasedSlots("other")
+    ledger, late, other = Ledger(LimitPolicy.fixed(10)), LeasedSlots("late"), LeasedSlots("other")
     ledger.report(late.report(0.0, in_use=0, wants=10, hold=0.1), 0.0)
     ledger.divide(0.0)
     lease = ledger.answer("late", due=True)
@@ -475,20 +686,20 @@ def test_delayed_report_does_not_revive_expired_lease() -> None:
 
 
 def test_checkpoint_is_saved_before_longer_hold_is_confirmed() -> None:
-    ledger, holder = Ledger(4), LeasedSlots("h")
+    ledger, holder = Ledger(LimitPolicy.fixed(4)), LeasedSlots("h")
     ledger.report(holder.report(0.0, in_use=0, wants=4, hold=1.0), 0.0)
     first = ledger.holders["h"].revision
     ledger.report(holder.report(0.1, in_use=0, wants=4, hold=1.0), 0.1)
     assert ledger.holders["h"].revision == first, "a renewal needs no new checkpoint"
     ledger.report(holder.report(0.2, in_use=0, wants=4, hold=2.0), 0.2)
     assert ledger.holders["h"].revision > first
-    assert ledger.checkpoint() == Checkpoint(4, 0, LEASE_TTL_S, {"h": (2.0, None)})
+    assert ledger.checkpoint() == Checkpoint(LimitPolicy.fixed(4), 0, LEASE_TTL_S, {"h": (2.0, None)}, 4, 0)
 
 
 @pytest.mark.parametrize("crossing", [True, False])
 def test_longer_hold_is_confirmed_even_if_it_is_reported_twice(crossing: bool) -> None:
     """A new waiter makes the holder report again before it has the answer, which it then ignores."""
-    ledger, holder = Ledger(4), LeasedSlots("h")
+    ledger, holder = Ledger(LimitPolicy.fixed(4)), LeasedSlots("h")
 
     def report(now: float, hold: float) -> Lease | None:
         ledger.report(holder.report(now, in_use=0, wants=4, hold=hold), now)
@@ -517,7 +728,7 @@ def test_leases_last_longer_with_many_holders() -> None:
 
 
 def test_late_or_duplicate_report_is_ignored() -> None:
-    ledger, holder = Ledger(8), LeasedSlots("h")
+    ledger, holder = Ledger(LimitPolicy.fixed(8)), LeasedSlots("h")
     early = holder.report(0.0, in_use=0, wants=0, hold=1.0)
     latest = holder.report(0.1, in_use=6, wants=6, hold=1.0)
     assert ledger.report(latest, 0.2)
@@ -528,7 +739,7 @@ def test_late_or_duplicate_report_is_ignored() -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_only_answer_to_latest_report_renews(late: bool) -> None:
-    ledger, holder = Ledger(8), LeasedSlots("h")
+    ledger, holder = Ledger(LimitPolicy.fixed(8)), LeasedSlots("h")
     first = holder.report(0.0, in_use=0, wants=8, hold=1.0)
     ledger.report(first, 0.1)
     ledger.divide(0.1)
@@ -542,7 +753,7 @@ def test_only_answer_to_latest_report_renews(late: bool) -> None:
 
 
 def test_ledger_without_demand_needs_few_ticks() -> None:
-    assert Ledger(10).max_tick_interval is None
+    assert Ledger(LimitPolicy.fixed(10)).max_tick_interval is None
     network = Network(10, [10, 10])
     network.settle()
     assert network.ledger.max_tick_interval == CONTENDED_TICK_INTERVAL_S

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import scaled
 
 from toolroll.errors import Fault, LimiterUnavailable, SlotTimeout, fault_of
-from toolroll.limiter.lease import Lease, LeasedSlots
+from toolroll.limiter.ledger.lease import Lease, LeasedSlots
 from toolroll.limiter.limiter import Limiter, LocalLimiter
 from toolroll.limiter.registry import get_limiter
 from toolroll.limiter.slot_queue import LongestHold, SlotQueue
@@ -134,7 +134,7 @@ async def test_acquired_slot_cannot_be_acquired_again() -> None:
 async def test_timeout_reports_use_and_waiters() -> None:
     limiter = LocalLimiter(1, "http://sandbox")
     async with limiter.slot():
-        with pytest.raises(SlotTimeout, match=r"http://sandbox.*1 in use and 0 waiting") as caught:
+        with pytest.raises(SlotTimeout, match=r"http://sandbox.*1 in use and 1 waiting") as caught:
             async with limiter.slot(deadline=time.monotonic() + 0.05):
                 pytest.fail("two slots in use at a limit of one")
         with pytest.raises(SlotTimeout, match="has already passed"):
@@ -242,6 +242,14 @@ async def test_expired_lease_grants_no_slot(leased: tuple[SlotQueue, Limiter]) -
         async with limiter.slot(deadline=time.monotonic() + 0.05):
             pytest.fail("started after the lease expired")
     assert limiter.limit == 8
+
+
+async def test_timeout_names_the_open_circuit_breaker(leased: tuple[SlotQueue, Limiter]) -> None:
+    queue, limiter = leased
+    queue.apply(Lease(queue.report().seq, 0, 10.0, True, 0.05, 8, 1, is_probe=True))
+    with pytest.raises(SlotTimeout, match=r"rejects everything.* 0 in use and 1 waiting"):
+        async with limiter.slot(deadline=time.monotonic() + 0.05):
+            pytest.fail("started without a slot")
 
 
 async def test_longer_hold_waits_for_confirmation(leased: tuple[SlotQueue, Limiter]) -> None:

@@ -19,9 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from toolroll.limiter import cluster, ledger, token_bucket
+from toolroll.limiter import cluster, leased_limiter, token_bucket
+from toolroll.limiter.ledger import ledger
+from toolroll.limiter.ledger.policy import LimitPolicy
 from toolroll.sandbox.client import CLOCK_REFRESH_INTERVAL_S
-from toolroll.sandbox.server.api.fencing import LeaseFences, LeaseLost, LeaseToken
+from toolroll.sandbox.server.hub.fencing import LeaseFences, LeaseToken
+from toolroll.sandbox.server.hub.rejections import LeaseLost
 from toolroll.sandbox.server_clock import ServerClock
 
 from .faults import Fault, Simulation, Violation
@@ -119,7 +122,7 @@ class LimiterSimulation(Simulation):
     async def main(self, process: Process) -> None:
         """Run the ledger's actor, the server, the node watcher, or a process that uses the resource."""
         if process.name == LEDGER:
-            self._bucket = token_bucket.TokenBucketWorker(RESOURCE, self._limit, TTL_S, self._fence)
+            self._bucket = token_bucket.TokenBucketWorker(RESOURCE, LimitPolicy.fixed(self._limit), TTL_S, self._fence)
             self.network.serve(process, self._bucket)
         elif process.name == SERVER:
             self.network.serve(process, Server(self, process))
@@ -230,13 +233,14 @@ class LimiterSimulation(Simulation):
             (os, "getpid", lambda: 1),
             (ledger, "CONTENDED_TICK_INTERVAL_S", TICK_INTERVAL_S),
             (ledger, "MIN_CHANGE_REPORT_INTERVAL_S", TICK_INTERVAL_S),
+            (token_bucket, "LimiterMetrics", mock.MagicMock()),
             (token_bucket, "_internal_kv_get", lambda key, namespace: self._saved.get(key)),
             (token_bucket, "_internal_kv_put", lambda key, value, namespace: self._saved.update({key: value})),
-            (cluster, "ray", SimpleNamespace(is_initialized=lambda: True)),
+            (cluster, "connected_cluster", lambda: "the cluster"),
             (cluster, "get_or_create_token_bucket", lambda *args: bucket),
             (cluster, "get_node_watcher", lambda: watcher),
             (cluster, "process_start_time", lambda pid: "0"),
-            (cluster, "shared_event_loop_thread", thread),
+            (leased_limiter, "shared_event_loop_thread", thread),
         ]
         with ExitStack() as stack:
             for target, name, value in patches:
@@ -259,12 +263,14 @@ class Server:
     async def execute(self, lease: str, start_by: float, granted_at: float) -> None:
         if self._simulation.world.now > start_by:
             raise LeaseLost("The request arrived after its deadline.")
-        with self._fences.run(LeaseToken.parse(lease), granted_at):
-            self._count(1)
-            try:
-                await asyncio.sleep(self._simulation.world.random.uniform(1.0, MAX_EXECUTION_S))
-            finally:
-                self._count(-1)
+        token = LeaseToken.parse(lease)
+        self._fences.start(token, granted_at)
+        self._count(1)
+        try:
+            await asyncio.sleep(self._simulation.world.random.uniform(1.0, MAX_EXECUTION_S))
+        finally:
+            self._count(-1)
+            self._fences.end(token)
 
     async def fence(self, holder: str, lease: int) -> int:
         return self._fences.fence(holder, lease)

@@ -16,7 +16,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -115,15 +117,17 @@ class HttpClient:
             now = time.monotonic()
             if not request.policy.last_start > now:  # also if it is NaN
                 subject = f"request {request.name}" if request.name else "the request"
-                raise self.service.unavailable(f"The deadline passed before {subject} was sent. Allow more time.")
+                error = self.service.unavailable(f"The deadline passed before {subject} was sent. Allow more time.")
+                error.depends_on_deadline = True
+                raise error
             if request.aborted:
                 raise RequestAborted("aborted before it was sent")
             async with asyncio.timeout(request.policy.deadline - now) as request.timeout_scope:
                 if request.prepare is not None:
                     await request.prepare()
                 return await self._send_with_retries(pool, request)
-        except (TimeoutError, AttemptFailed) as error:
-            unavailable = self._unavailable(pool, request, timed_out=isinstance(error, TimeoutError))
+        except (TimeoutError, AttemptFailed) as failure:
+            unavailable = self._unavailable(pool, request, timed_out=isinstance(failure, TimeoutError))
             raise RequestAborted(str(unavailable)) if request.aborted else unavailable from None
         finally:
             request.done = True
@@ -189,8 +193,9 @@ class HttpClient:
 
     async def _send_with_retries(self, pool: EndpointPool, request: HttpRequest[T]) -> T:
         while True:
+            attempt = partial(self._attempt, pool, request)
             try:
-                return await self._attempt(pool, request)
+                return await (attempt() if request.around_attempt is None else request.around_attempt(attempt))
             except AttemptFailed as failure:
                 self._record(pool, request, failure)
                 delay_s = request.policy.next_delay(request.history, time.monotonic(), jitter=random.random())  # noqa: S311
@@ -262,7 +267,8 @@ class HttpClient:
         now, history = time.monotonic(), request.history
         reason = history.last_failure.reason if history.last_failure else ""
         if timed_out and not history.attempts:
-            reason = "the request was not sent by the deadline: allow more time, or raise max_connections"
+            limit = "max_connections" if request.around_attempt is None else "the limits or max_connections"
+            reason = f"the request was not sent by the deadline: allow more time, or raise {limit}"
             if down := ", ".join(pool.urls_down):
                 reason = f"{down} can't be reached"
         elif timed_out:
@@ -274,7 +280,14 @@ class HttpClient:
         url = request.url or self.urls[0]
         error = self.service.unavailable(f"{url}: {reason} ({effort}). {self.service.hint.format(url=url)}")
         error.metrics = {"attempts": history.attempts}
+        error.depends_on_deadline = timed_out or _is_retried_later(request, now)
         return error
+
+
+def _is_retried_later(request: HttpRequest[Any], now: float) -> bool:
+    """Return True if a failed request would be sent again with a later deadline."""
+    policy = replace(request.policy, deadline=inf, start_by=None)
+    return policy.next_delay(request.history, now, jitter=0.0) is not None
 
 
 def _basic_auth(url: URL) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from math import isnan
 
 import aiohttp
 import orjson
 from pydantic import ValidationError
 
+from toolroll._internal.retry_after import parse_retry_after
 from toolroll._internal.text import shorten_middle
 from toolroll.errors import explain
 
@@ -92,20 +91,3 @@ def error_detail(content: bytes) -> str:
     except PARSE_ERRORS:
         detail = content[:1000].decode(errors="replace")
     return shorten_middle(str(detail).strip().removesuffix("."), MAX_REASON_CHARS, head_chars=MAX_REASON_HEAD_CHARS)
-
-
-def parse_retry_after(header: str | None, now: float) -> float | None:
-    """Return the delay of a `Retry-After` header in seconds, or None if the header is missing or invalid.
-
-    Args:
-        header: A number of seconds or an HTTP date.
-        now: Current Unix time.
-    """
-    try:
-        delay_s = float(header or "")
-    except ValueError:
-        try:
-            delay_s = parsedate_to_datetime(header or "").timestamp() - now
-        except (ValueError, TypeError, OverflowError):
-            return None
-    return None if isnan(delay_s) else max(0.0, delay_s)

@@ -134,6 +134,9 @@ class HttpRequest(Generic[T]):
         sticky: If True, the request is only sent to the endpoint of its affinity, even while that is down.
         abort_notice: Returns the notice that stops an attempt, by its id. If None, closing the connection stops it.
         prepare: Awaited before the first attempt, under the same deadline. Raises an exception to reject the request.
+        around_attempt: Called for each attempt with a function that makes the attempt, whose result or exception it
+            returns or raises. It may wait before, for example for a slot of a limiter. The wait counts towards the
+            deadline and can be aborted.
     """
 
     path: str
@@ -147,6 +150,7 @@ class HttpRequest(Generic[T]):
     sticky: bool = False
     abort_notice: Callable[[str], AbortNotice] | None = None
     prepare: Callable[[], Awaitable[None]] | None = None
+    around_attempt: Callable[[Callable[[], Awaitable[T]]], Awaitable[T]] | None = None
 
     history: AttemptHistory = field(default_factory=AttemptHistory, init=False)
     created_at: float = field(default_factory=time.monotonic, init=False)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from toolroll.limiter.lease import LeasedSlots
-from toolroll.limiter.slot_queue import Slot, SlotQueue
+from collections.abc import Mapping
+from math import inf
+
+from toolroll.limiter.ledger.lease import LeasedSlots
+from toolroll.limiter.ledger.policy import REQUESTS, rename_calls
+from toolroll.limiter.slot import Slot
+from toolroll.limiter.slot_queue import SlotQueue
+
+ONE_REQUEST = {REQUESTS: 1.0}
+"""Cost of any work."""
 
 
 class Limiter:
-    """Limit on the number of concurrent uses of one resource.
+    """Limits of one resource: concurrent uses, rates and budgets.
 
     Get one from `get_limiter`. Waiters are served in FIFO order, across all event loops and threads of the process.
 
@@ -38,7 +46,38 @@ class Limiter:
             ...     print(limiter.in_use)
             1
         """
-        return Slot(self._queue, deadline, hold)
+        return Slot(self._queue, deadline, hold, ONE_REQUEST)
+
+    def acquire(
+        self, cost: Mapping[str, float] | None = None, *, deadline: float | None = None, hold: float | None = None
+    ) -> Slot:
+        """Return a slot for work that has a cost, which is acquired by `async with`, or by `with` in a thread.
+
+        Args:
+            cost: Estimated cost of the work by unit, for example `{"tokens": 1200}`. Units without a rate and a budget
+                are ignored. Work costs one request, unless `requests` (or `calls`) states another number.
+                `Slot.correct` sets the true cost when it is known.
+            deadline: Time by which the work must be done, on the clock of `time.monotonic()`. Acquiring the slot
+                fails at that time.
+            hold: Maximum duration of the work, in seconds. Defaults to the time until the deadline. See `slot`.
+
+        Returns:
+            A slot that is not acquired yet. Acquiring it raises `SlotTimeout` if the limits do not allow the work
+            before the deadline, `BudgetExhausted` if a budget does not suffice, and `LimiterUnavailable` if the
+            cluster's limiter cannot be reached.
+
+        Raises:
+            ValueError: If an amount is negative or not finite.
+
+        Example:
+            >>> limiter = LocalLimiter(2)
+            >>> with limiter.acquire(cost={"tokens": 1200}) as slot:
+            ...     slot.correct(tokens=1180)
+        """
+        for unit, amount in (cost or {}).items():
+            if not 0 <= amount < inf:
+                raise ValueError(f"Invalid cost of {self.resource!r}: {amount} {unit}. Expected at least 0.")
+        return Slot(self._queue, deadline, hold, {**ONE_REQUEST, **rename_calls(cost or {})})
 
     @property
     def resource(self) -> str:
@@ -59,6 +98,26 @@ class Limiter:
     def waiting(self) -> int:
         """Number of waiters in this process."""
         return self._queue.waiting
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What all processes have spent of each budget, by unit, as last known."""
+        return self._queue.spent_by_all()
+
+    def fetch_spent(self) -> dict[str, float]:
+        """Return what all processes have spent of each budget, as the limiter of the cluster knows it now.
+
+        Returns:
+            Amounts by unit; those that were last known if the limiter cannot be reached.
+        """
+        return self.spent
+
+    def restore_spent(self, spent: Mapping[str, float]) -> None:
+        """Make sure that at least these amounts of budgets count as spent, for example by an earlier run.
+
+        Args:
+            spent: Amounts by unit. Units without a budget are ignored.
+        """
 
     def close(self) -> None:
         """Return this process's unused slots to the cluster. Call it when no slot is in use."""

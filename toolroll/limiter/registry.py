@@ -6,17 +6,22 @@ import logging
 import os
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from toolroll.errors import ToolrollError
-from toolroll.limiter.lease import HolderFence
+from toolroll.limiter.ledger.lease import HolderFence
+from toolroll.limiter.ledger.policy import LimitPolicy
 from toolroll.limiter.limiter import Limiter, LocalLimiter
+
+if TYPE_CHECKING:
+    from toolroll.limiter.settings import ResourceLimits
 
 logger = logging.getLogger(__name__)
 
-_limiters: dict[tuple[str, bool], Limiter] = {}
-"""Limiters by resource and by whether the process is connected to a Ray cluster."""
+_limiters: dict[tuple[str, str | None], Limiter] = {}
+"""Limiters by resource and by `cluster_id`."""
 _lock = threading.Lock()
-_requested_limits: dict[str, set[int]] = {}
+_requested_limits: dict[str, list[LimitPolicy]] = {}
 """Limits that were requested in this process, by resource. A different limit is logged once."""
 _connection_inherited = False
 """Whether `ray.is_initialized()` is true only because the parent process was connected."""
@@ -26,7 +31,7 @@ class LimiterInUse(ToolrollError):
     """Raised when a limiter cannot be removed, because processes use it."""
 
 
-def get_limiter(resource: str, limit: int, *, fence: HolderFence | None = None) -> Limiter:
+def get_limiter(resource: str, limit: int | ResourceLimits, *, fence: HolderFence | None = None) -> Limiter:
     """Return this process's limiter of a resource, creating it if necessary.
 
     If the process is connected to a Ray cluster, all processes of the cluster that use the same resource share the
@@ -34,8 +39,9 @@ def get_limiter(resource: str, limit: int, *, fence: HolderFence | None = None) 
 
     Args:
         resource: Name of the resource, for example the URL of a sandbox.
-        limit: Maximum number of slots in use. Only the first request on a cluster sets the limit; a different limit in
-            a later request is ignored with a warning. `toolroll limiter set` changes it.
+        limit: Maximum number of concurrent uses, or `ResourceLimits` with an adaptive limit, rates and budgets. Only
+            the first request on a cluster sets them; different ones in a later request are ignored with a warning.
+            `toolroll limiter set` changes them.
         fence: Function that makes the resource reject the work of a dead process, so that its slots become available
             when none of its work runs any more. Like the limit, it is set by the first request on a cluster.
 
@@ -51,16 +57,45 @@ def get_limiter(resource: str, limit: int, *, fence: HolderFence | None = None) 
         ...     print(f"{limiter.in_use} in use of {limiter.limit}")
         1 in use of 32
     """
-    key = resource, _is_connected()
+    key = resource, cluster_id()
+    policy = LimitPolicy.fixed(limit) if isinstance(limit, int) else limit.policy()
     with _lock:
         if key not in _limiters:
-            _limiters[key] = _create_limiter(*key, limit, fence)
-            _requested_limits[resource] = {limit}
-        elif limit not in _requested_limits.setdefault(resource, set()):
-            _requested_limits[resource].add(limit)
-            current = _limiters[key].limit
-            logger.warning("%s: limit=%d ignored: this process already uses limit=%d", resource, limit, current)
+            _close_outdated(key[1])
+            _limiters[key] = _create_limiter(resource, key[1] is not None, policy, fence)
+            _requested_limits[resource] = [policy]
+        elif policy.has_limits and policy not in _requested_limits.setdefault(resource, []):
+            current = _requested_limits[resource][:1] or [policy]
+            _requested_limits[resource].append(policy)
+            logger.warning("%s: %s ignored: this process already uses %s", resource, policy, current[0])
         return _limiters[key]
+
+
+def has_limiter(resource: str) -> bool:
+    """Return True if this process has a limiter of a resource."""
+    with _lock:
+        return any(name == resource for name, _ in _limiters)
+
+
+def limiter_slots() -> dict[str, dict[str, int]]:
+    """Return the slots of each resource by state: limit, and slots in use and waiters in this process."""
+    with _lock:
+        limiters = list(_limiters.values())
+    return {one.resource: {"limit": one.limit, "in_use": one.in_use, "waiting": one.waiting} for one in limiters}
+
+
+def close_limiters() -> None:
+    """Return the unused slots and the unspent credit of this process to the cluster, before the process ends.
+
+    Otherwise, its slots become available after the longest duration of work that it has announced. Limiters in use
+    remain open. `get_limiter` opens a closed one again.
+    """
+    with _lock:
+        shared = {key: limiter for key, limiter in _limiters.items() if key[1] is not None}
+        unused = [key for key, limiter in shared.items() if not limiter.in_use and not limiter.waiting]
+        closed = [_limiters.pop(key) for key in unused]
+    for limiter in closed:
+        limiter.close()
 
 
 def remove_limiter(resource: str) -> None:
@@ -80,14 +115,14 @@ def remove_limiter(resource: str) -> None:
 
     from toolroll.limiter import token_bucket
 
-    limit = token_bucket.limiter_status(resource).limit
+    status = token_bucket.limiter_status(resource)
     _check_unused(resource)
     # A process may register at any time. It gets no slots from here on, so that none are lost with the actor.
     token_bucket.set_limit(resource, 0)
     try:
         _check_unused(resource)
-    except LimiterInUse:
-        token_bucket.set_limit(resource, limit)
+    except BaseException:
+        token_bucket.set_limit(resource, status.max)
         raise
     ray.kill(token_bucket.find_token_bucket(resource))
     _internal_kv_del(token_bucket.ACTOR_NAME_PREFIX + resource, namespace=token_bucket.RAY_NAMESPACE)
@@ -105,16 +140,27 @@ def _check_unused(resource: str) -> None:
         raise LimiterInUse(f"Cannot remove {resource!r}: {reason}. Try again later.")
 
 
-def _create_limiter(resource: str, connected: bool, limit: int, fence: HolderFence | None) -> Limiter:
+def _close_outdated(cluster: str | None) -> None:
+    """Close the limiters of clusters to which this process is no longer connected. The caller holds the lock."""
+    if cluster is not None:
+        for key in [key for key in _limiters if key[1] not in (None, cluster)]:
+            _limiters.pop(key).close()
+
+
+def _create_limiter(resource: str, connected: bool, policy: LimitPolicy, fence: HolderFence | None) -> Limiter:
     if connected:
         from toolroll.limiter.cluster import ClusterLimiter
 
-        return ClusterLimiter(resource, limit, fence=fence)
-    logger.info("%s: not connected to a Ray cluster; limit=%d applies to this process only", resource, limit)
-    return LocalLimiter(limit, resource)
+        return ClusterLimiter(resource, policy, fence=fence)
+    logger.info("%s: not connected to a Ray cluster; %s applies to this process only", resource, policy)
+    if policy.is_fixed:
+        return LocalLimiter(policy.max, resource)
+    from toolroll.limiter.leased_limiter import LocalLedgerLimiter
+
+    return LocalLedgerLimiter(resource, policy)
 
 
-def _is_connected() -> bool:
+def is_connected() -> bool:
     """Return True if this process itself is connected to a Ray cluster."""
     global _connection_inherited
     ray = sys.modules.get("ray")  # a process that has not imported Ray is not connected
@@ -122,6 +168,15 @@ def _is_connected() -> bool:
         _connection_inherited = False
         return False
     return not _connection_inherited
+
+
+def cluster_id() -> str | None:
+    """Return an identifier of the Ray cluster to which this process is connected, or None if it is not connected."""
+    if not is_connected():
+        return None
+    from toolroll.limiter.cluster import connected_cluster
+
+    return connected_cluster()
 
 
 def _reset_after_fork() -> None:

@@ -5,6 +5,7 @@ Invariants:
 - Slots are granted in the order of the requests, across all event loops and threads of the process.
 - Slots in use never exceed the leased slots. If the lease shrinks, slots in use are kept until they are released.
 - A waiter that is cancelled or times out holds no slot afterwards, even if one was granted at the same moment.
+- A slot is granted only if the leased credit of each rate and budget covers the cost of the work.
 
 The queue does no I/O. The owner sends `report()` to the ledger and passes the answer to `apply()`. The queue calls
 `on_waiting` when a waiter is queued.
@@ -12,19 +13,16 @@ The queue does no I/O. The owner sends `report()` to the ledger and passes the a
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
-from toolroll.errors import LimiterUnavailable, SlotTimeout
-from toolroll.limiter.lease import HolderReport, Lease, LeasedSlots
-
-DEFAULT_HOLD_S = 60.0
-"""Assumed maximum duration of work if neither `deadline` nor `hold` is given."""
+from toolroll.limiter.ledger.credit import NO_AMOUNTS, Amounts
+from toolroll.limiter.ledger.feedback import MAX_RESPECTED_RETRY_AFTER_S, Rejection
+from toolroll.limiter.ledger.lease import HolderReport, Lease, LeasedSlots
 
 HOLD_WINDOW_S = 60.0
 """Time for which the longest `hold` is remembered, so that similar work need not be announced again."""
@@ -33,12 +31,26 @@ HOLD_MARGIN = 1.05
 """Factor by which announced holds exceed the requested ones, so that slightly longer work needs no announcement."""
 
 
+@dataclass(frozen=True)
+class Success:
+    """Work that the resource accepted."""
+
+
+SUCCESS = Success()
+
+Outcome = Success | Rejection
+"""How the resource responded to the work."""
+
+
 @dataclass(slots=True, eq=False)
 class Waiter:
     """A request for a slot. `wake` is called once, after `key` was set."""
 
     hold: float
     wake: Callable[[], None]
+    cost: Amounts = field(default_factory=dict)
+    """Cost of the work, by unit. Estimated, until it is corrected."""
+    queued_at: float = -inf
     key: int | None = None
     """Number of the granted slot; None while waiting."""
     granted_at: float = -inf
@@ -46,6 +58,10 @@ class Waiter:
     """Time by which the work in the slot must have ended."""
     lease: str | None = None
     """Token of the lease by which the slot was granted."""
+    epoch: int = 0
+    """Number of the change of the limit by which the slot was granted."""
+    exhausted: tuple[str, float] | None = None
+    """Unit whose budget does not suffice, and what is left of it."""
 
 
 class SlotQueue:
@@ -61,8 +77,18 @@ class SlotQueue:
         """Latest end of the work in each slot in use, by the slot's key."""
         self._last_key = 0
         self._longest_hold = LongestHold()
+        self._wanted_cost: dict[str, float] = {}
+        """Cost of all waiters, by unit."""
         self._reported = (0, 0)
         """`in_use` and `wants` of the latest report."""
+        self._reported_outcomes = 0
+        """Number of outcomes in the latest report."""
+        self._reported_first: Amounts = NO_AMOUNTS
+        """Cost of the first waiter in the latest report; empty if there was none."""
+        self._first_gave_up = False
+        """Whether the first waiter in the latest report has left the queue, and the ledger saves up credit for it."""
+        self._reported_free_slot = False
+        """Whether the latest report has a free slot."""
 
     @property
     def in_use(self) -> int:
@@ -87,7 +113,8 @@ class SlotQueue:
             if not self._waiters and self._can_grant(waiter, now):
                 self._grant(waiter, now)
                 return True
-            self._waiters[waiter] = None
+            self._add(waiter, now)
+            self._refuse_exhausted(now)
         self.on_waiting()
         return False
 
@@ -95,25 +122,59 @@ class SlotQueue:
         """Remove a waiter from the queue, and release its slot if one was granted meanwhile."""
         with self._lock:
             if waiter in self._waiters:
-                del self._waiters[waiter]
-                self._grant_slots()  # this waiter's `hold` may have blocked those behind it
+                lacked_credit = waiter is next(iter(self._waiters)) and self._lacks_credit()
+                self._remove(waiter)
+                self._grant_slots()  # this waiter's `hold` or cost may have blocked those behind it
+                if lacked_credit and self._costs()[0] != self._reported_first:
+                    self._first_gave_up = True
+        if self._first_gave_up:
+            self.on_waiting()
         if waiter.key is not None:
-            self.release(waiter.key)
+            self.correct(waiter, dict.fromkeys(waiter.cost, 0.0))
+            self.release(waiter, None)
 
-    def release(self, key: int) -> None:
-        """Release a slot. Does nothing if it is already released."""
+    def release(self, waiter: Waiter, outcome: Outcome | None) -> None:
+        """Release a slot, and count the outcome of its work. Does nothing if the slot is already released.
+
+        Args:
+            waiter: The request that got the slot.
+            outcome: Whether the work succeeded or was rejected; None if it was neither.
+        """
         with self._lock:
-            if self._held_until.pop(key, None) is not None:
-                self._grant_slots()
+            if waiter.key is None or self._held_until.pop(waiter.key, None) is None:
+                return
+            now = time.monotonic()
+            if isinstance(outcome, Rejection):
+                self._leased.reject(waiter.epoch, now + min(outcome.retry_after, MAX_RESPECTED_RETRY_AFTER_S))
+            elif outcome is not None:
+                self._leased.outcomes.succeed(waiter.epoch, now - waiter.granted_at)
+            else:
+                self._leased.end()
+            self._grant_slots()
+        if outcome is not SUCCESS and self._leased.has_unreported_rejection:
+            self.on_waiting()
+
+    def correct(self, waiter: Waiter, cost: Amounts) -> None:
+        """Change the cost of work that has a slot or had one."""
+        with self._lock:
+            self._leased.credit.spend({unit: amount - waiter.cost.get(unit, 0.0) for unit, amount in cost.items()})
+            waiter.cost = {**waiter.cost, **cost}
+            self._grant_slots()
+        if self._leased.credit.has_unreported_refund:
+            self.on_waiting()
 
     def report(self) -> HolderReport:
         """Return the report to send to the ledger now."""
         with self._lock:
             now = time.monotonic()
             in_use, wants = self._reported = self.in_use, self.in_use + self.waiting
+            first, wanted = self._costs()
+            self._reported_outcomes = self._leased.outcomes.outcomes
+            self._reported_first, self._first_gave_up = first, False
             requested = max(self._longest_hold.get(now), self._first_hold())
             hold = max([HOLD_MARGIN * requested, *(end - now for end in self._held_until.values())])
-            return self._leased.report(now, in_use=in_use, wants=wants, hold=hold)
+            self._reported_free_slot = in_use < self._leased.usable(now)
+            return self._leased.report(now, in_use=in_use, wants=wants, hold=hold, first_cost=first, wanted_cost=wanted)
 
     def apply(self, lease: Lease) -> bool:
         """Apply an answer of the ledger. Return False if it answers an earlier report and was ignored."""
@@ -137,9 +198,19 @@ class SlotQueue:
     def should_report(self) -> bool:
         """Whether the demand has changed so much that a report should be sent before the next renewal."""
         with self._lock:
-            has, (reported_in_use, reported_wants) = self._leased.usable(time.monotonic()), self._reported
+            now = time.monotonic()
+            has, (reported_in_use, reported_wants) = self._leased.usable(now), self._reported
             in_use, wants = self.in_use, self.in_use + self.waiting
-            if not self._leased.has_announced(self._first_hold()):
+            if not self._leased.has_announced(self._first_hold()) or self._leased.has_unreported_rejection:
+                return True
+            if self._has_outdated_credit and now >= self._leased.sent_at + self.lease.interval:
+                return True
+            has_slot = in_use < has and not self._reported_free_slot
+            if self._lacks_credit() and (not self._reported_first or has_slot or self._must_ask_for_budget(now)):
+                return True
+            if self._waiters and self._leased.credit.is_low(now):
+                return True
+            if self.lease.epoch and self.lease.contended and self._leased.outcomes.outcomes > self._reported_outcomes:
                 return True
             if not self.lease.contended:
                 return wants > max(has, reported_wants)
@@ -147,10 +218,40 @@ class SlotQueue:
             has_surplus = drained or (wants < has and wants < reported_wants)
             return has_surplus or abs(wants - reported_wants) > max(1.0, 0.1 * reported_wants)
 
+    def describe_wait(self) -> str:
+        """Return why the first waiter has no slot, and what to do about it."""
+        with self._lock:
+            counts = f"{self.in_use} in use and {self.waiting} waiting in this process."
+            if self.lease.is_probe:
+                return f"it rejects everything, so at most one request per second is sent; {counts} Check the resource."
+            limit = "limit"
+            now, first = time.monotonic(), next(iter(self._waiters), None)
+            if first is not None and self.in_use < self._leased.usable(now):
+                for account, needed in self._leased.credit.missing(first.cost, now).items():
+                    limit, unit = account.split(":", 1)
+                    left = max(0.0, self._leased.credit.left(account, now))
+                    counts = f"{left:.6g} {unit} left of its {limit}, {needed:.6g} needed; {counts}"
+            return f"{counts} Raise the {limit} if the resource allows it, or allow more time."
+
+    @property
+    def has_unreported_rejection(self) -> bool:
+        """Whether work waits until a rejection is reported."""
+        return self._leased.has_unreported_rejection
+
+    def spent(self) -> dict[str, float]:
+        """Return what this process has spent, by unit."""
+        with self._lock:
+            return self._leased.credit.spent()
+
+    def spent_by_all(self) -> dict[str, float]:
+        """Return what all processes have spent of each budget, by unit, as last known."""
+        with self._lock:
+            return self._leased.credit.spent_by_all()
+
     @property
     def report_interval(self) -> float:
-        """Interval between reports of changes while slots are contended, in seconds; 0 otherwise."""
-        return self.lease.interval if self.lease.contended else 0.0
+        """Interval between reports of changes while slots are contended, and of refunds, in seconds; 0 otherwise."""
+        return self.lease.interval if self.lease.contended or self._has_outdated_credit else 0.0
 
     @property
     def lease(self) -> Lease:
@@ -161,24 +262,91 @@ class SlotQueue:
         return next((waiter.hold for waiter in self._waiters), 0.0)
 
     def _can_grant(self, waiter: Waiter, now: float) -> bool:
-        return len(self._held_until) < self._leased.usable(now) and self._leased.allows(waiter.hold)
+        return (
+            len(self._held_until) < self._leased.usable(now)
+            and self._leased.allows(waiter.hold)
+            and not self._leased.is_paused
+            and (not self._leased.credit.has_accounts or self._leased.credit.suffices(waiter.cost, now))
+        )
+
+    def _add(self, waiter: Waiter, now: float) -> None:
+        self._waiters[waiter] = None
+        waiter.queued_at = now
+        for unit, amount in waiter.cost.items():
+            self._wanted_cost[unit] = self._wanted_cost.get(unit, 0.0) + amount
+
+    def _remove(self, waiter: Waiter) -> None:
+        del self._waiters[waiter]
+        if not self._waiters:
+            self._wanted_cost.clear()  # so that errors of sums do not accumulate
+            return
+        for unit, amount in waiter.cost.items():
+            self._wanted_cost[unit] -= amount
+
+    def _costs(self) -> tuple[Amounts, Amounts]:
+        """Return the cost of the first waiter and of all waiters, by unit; nothing without rates and budgets."""
+        first = next(iter(self._waiters), None)
+        if first is None or not self._leased.credit.has_accounts:
+            return NO_AMOUNTS, NO_AMOUNTS
+        credit = self._leased.credit
+        return credit.required(first.cost), credit.required(self._wanted_cost)
+
+    def _lacks_credit(self) -> bool:
+        first, credit = next(iter(self._waiters), None), self._leased.credit
+        return first is not None and credit.has_accounts and not credit.suffices(first.cost, time.monotonic())
+
+    @property
+    def _has_outdated_credit(self) -> bool:
+        """Whether other work may wait because the latest report has a cost that is too high."""
+        return self._leased.credit.has_unreported_refund or self._first_gave_up
+
+    def _must_ask_for_budget(self, now: float) -> bool:
+        """Return True if the lease is too old to refuse the first waiter, and the latest report does not have it."""
+        is_exhausted = self._leased.credit.exhausted(next(iter(self._waiters)).cost, now) is not None
+        return is_exhausted and self._reported_first != self._costs()[0]
+
+    def _refuse_exhausted(self, now: float) -> None:
+        """Remove the first waiters while the budgets do not suffice for them. The caller holds the lock.
+
+        What other processes returned since the lease was requested is unknown. So a lease refuses only waiters that
+        were queued before it was requested, or at most one interval between reports later.
+        """
+        while waiter := next(iter(self._waiters), None):
+            exhausted = self._leased.credit.exhausted(waiter.cost, now)
+            if exhausted is None or self._leased.answered_at < waiter.queued_at - self.lease.interval:
+                return
+            waiter.exhausted = exhausted
+            self._remove(waiter)
+            self._wake(waiter)
 
     def _grant(self, waiter: Waiter, now: float) -> None:
         self._last_key += 1
         waiter.key, waiter.lease = self._last_key, self._leased.token
         waiter.granted_at, waiter.expires_at = now, now + waiter.hold
+        waiter.epoch = self._leased.outcomes.epoch
+        self._leased.credit.spend(waiter.cost)  # also without rates and budgets: they may be added while the work runs
         self._held_until[waiter.key] = waiter.expires_at
 
     def _grant_slots(self) -> None:
         """Grant all free slots to the first waiters. The caller holds the lock."""
+        if not self._waiters:
+            return
         now = time.monotonic()
+        self._refuse_exhausted(now)
         while (waiter := next(iter(self._waiters), None)) and self._can_grant(waiter, now):
-            del self._waiters[waiter]
+            self._remove(waiter)
             self._grant(waiter, now)
-            try:
-                waiter.wake()
-            except RuntimeError:  # the waiter's event loop was closed, so no code can release the slot
-                self._held_until.pop(waiter.key or 0, None)
+            self._wake(waiter)
+            self._refuse_exhausted(now)
+
+    def _wake(self, waiter: Waiter) -> None:
+        try:
+            waiter.wake()
+        except RuntimeError:  # the waiter's event loop was closed, so no code can release the slot
+            if waiter.key is not None:
+                del self._held_until[waiter.key]
+                self._leased.credit.spend({unit: -amount for unit, amount in waiter.cost.items()})
+                self._leased.end()
 
 
 class LongestHold:
@@ -198,172 +366,3 @@ class LongestHold:
         """Return the longest recent hold, in seconds."""
         self.add(0.0, now)
         return max(self._current, self._previous)
-
-
-class Slot:
-    """Permission to do one piece of work under a limit. Created by `Limiter.slot`.
-
-    Use it as a context manager: `async with` in a coroutine, `with` in a thread. For work that outlives the block that
-    started it, call `acquire` and `release`.
-
-    Example:
-        >>> from toolroll import LocalLimiter
-        >>> async def main() -> int:
-        ...     limiter = LocalLimiter(2)
-        ...     slot = limiter.slot()
-        ...     await slot.acquire()
-        ...     try:
-        ...         return limiter.in_use
-        ...     finally:
-        ...         slot.release()
-        >>> asyncio.run(main())
-        1
-    """
-
-    __slots__ = ("_deadline", "_hold", "_queue", "_waiter", "waited")
-
-    def __init__(self, queue: SlotQueue, deadline: float | None, hold: float | None) -> None:
-        self._queue = queue
-        self._deadline = deadline
-        self._hold = hold
-        self._waiter: Waiter | None = None
-        self.waited = 0.0
-        """Time spent in the queue, in seconds."""
-
-    @property
-    def number(self) -> int:
-        """Number of the slot, counted in the order in which this process grants them; 0 if it is not acquired."""
-        return (self._waiter and self._waiter.key) or 0
-
-    @property
-    def granted_at(self) -> float:
-        """Time at which the slot was granted, on the clock of `time.monotonic()`."""
-        return self._waiter.granted_at if self._waiter else -inf
-
-    @property
-    def expires_at(self) -> float:
-        """Time by which the work must have ended, on the clock of `time.monotonic()`: `hold` seconds after the grant.
-
-        The cluster may grant the slot to another process afterwards. A process that was suspended may use its slot
-        late, so send this time with each request, and let the server reject requests that would end later.
-        """
-        return self._waiter.expires_at if self._waiter else -inf
-
-    @property
-    def lease(self) -> str | None:
-        """Token of the lease by which the slot was granted, for servers that fence the leases of dead processes.
-
-        None if the slot is not acquired, or if the limit is that of a single process.
-        """
-        return self._waiter.lease if self._waiter else None
-
-    async def acquire(self) -> None:
-        """Wait for the slot in a coroutine.
-
-        If the caller is cancelled, the slot is not acquired.
-
-        Raises:
-            SlotTimeout: If no slot was released before the deadline, or if the deadline has already passed.
-            LimiterUnavailable: If the lease has expired and the limiter could not be reached before the deadline.
-            RuntimeError: If the slot is already acquired or being acquired.
-        """
-        loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
-        woken: asyncio.Future[None] = loop.create_future()
-
-        def settle() -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        def wake() -> None:
-            if threading.get_ident() == thread_id:
-                settle()
-            else:
-                loop.call_soon_threadsafe(settle)
-
-        start = time.monotonic()
-        waiter = self._new_waiter(start, wake)
-        if self._queue.acquire(waiter):
-            return
-        timer = None if self._deadline is None else loop.call_later(self._deadline - start, settle)
-        try:
-            await woken
-        except BaseException:
-            self._abandon(waiter)
-            raise
-        finally:
-            if timer is not None:
-                timer.cancel()
-        self._raise_unless_granted(waiter, start)
-
-    def acquire_blocking(self) -> None:
-        """Wait for the slot in a thread.
-
-        Raises:
-            SlotTimeout: If no slot was released before the deadline, or if the deadline has already passed.
-            LimiterUnavailable: If the lease has expired and the limiter could not be reached before the deadline.
-            RuntimeError: If the slot is already acquired or being acquired.
-        """
-        start = time.monotonic()
-        woken = threading.Event()
-        waiter = self._new_waiter(start, woken.set)
-        if self._queue.acquire(waiter):
-            return
-        try:
-            woken.wait(None if self._deadline is None else max(0.0, self._deadline - start))
-        except BaseException:
-            self._abandon(waiter)
-            raise
-        self._raise_unless_granted(waiter, start)
-
-    def release(self) -> None:
-        """Release the slot. May be called from any thread; does nothing if the slot is not acquired."""
-        if number := self.number:
-            self._waiter = None
-            self._queue.release(number)
-
-    async def __aenter__(self) -> Slot:
-        await self.acquire()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.release()
-
-    def __enter__(self) -> Slot:
-        self.acquire_blocking()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-    def _new_waiter(self, now: float, wake: Callable[[], None]) -> Waiter:
-        resource = self._queue.resource
-        if self._waiter is not None:
-            raise RuntimeError(
-                f"This slot of {resource!r} is already acquired or being acquired. Call slot() for each piece of work."
-            )
-        remaining = DEFAULT_HOLD_S if self._deadline is None else self._deadline - now
-        if remaining <= 0:
-            raise SlotTimeout(f"The deadline for a slot of {resource!r} has already passed. Allow more time.")
-        self._waiter = Waiter(remaining if self._hold is None else self._hold, wake)
-        return self._waiter
-
-    def _abandon(self, waiter: Waiter) -> None:
-        self._queue.abandon(waiter)
-        if self._waiter is waiter:
-            self._waiter = None
-
-    def _raise_unless_granted(self, waiter: Waiter, start: float) -> None:
-        self.waited = time.monotonic() - start
-        if waiter.key is not None:
-            return
-        self._abandon(waiter)
-        queue = self._queue
-        if queue.lease_expired:
-            raise LimiterUnavailable(
-                f"The lease on {queue.resource!r} has expired and its limiter could not be reached for "
-                f"{self.waited:.1f} s. Check that the Ray cluster is up: `toolroll limiter status`."
-            )
-        raise SlotTimeout(
-            f"No slot of {queue.resource!r} was released within {self.waited:.1f} s: {queue.in_use} in use and "
-            f"{queue.waiting} waiting in this process. Raise the limit if the resource allows it, or allow more time."
-        )

@@ -9,6 +9,8 @@ Invariants of the holder, on which the ledger relies:
 - Only the answer to the latest report is applied. After a new report, answers to earlier reports are ignored.
 - A lease's lifetime starts when its report is sent. No work starts after `USABLE_LEASE_FRACTION` of it.
 - No work starts that may last longer than the latest report announced and the lease confirmed.
+- After the resource has rejected work, no work starts before the ledger has answered a report of the rejection. So a
+  resource that rejects everything receives no more requests than the ledger allows.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
+
+from toolroll.limiter.ledger.credit import NO_AMOUNTS, Amounts, CreditLease, CreditReport, LeasedCredit
+from toolroll.limiter.ledger.feedback import Feedback, OutcomeCounter
+from toolroll.limiter.ledger.policy import LimitPolicy
 
 USABLE_LEASE_FRACTION = 0.9
 """Fraction of a lease's lifetime in which work may start. The rest allows for clocks of different speed."""
@@ -47,6 +53,10 @@ class HolderReport(NamedTuple):
     """Maximum remaining duration of any work that runs, or may start before the next report, in seconds."""
     confirmed_hold: float
     """The `hold` that the current lease confirmed. If it is less than `hold`, work waits for an answer."""
+    feedback: Feedback = Feedback()
+    """Outcomes of the holder's work."""
+    credit: CreditReport = CreditReport()
+    """Credit of rates and budgets."""
 
 
 class Lease(NamedTuple):
@@ -66,6 +76,14 @@ class Lease(NamedTuple):
     """Limit of the whole cluster."""
     version: int = 0
     """Version of the limit."""
+    epoch: int = 0
+    """Number of the latest change of an adaptive limit; 0 if the limit does not adapt."""
+    is_probe: bool = False
+    """Whether the circuit breaker is open. After each use that does not succeed, the holder waits for an answer."""
+    policy: LimitPolicy | None = None
+    """Limits of the whole cluster."""
+    credit: CreditLease = CreditLease()
+    """Credit of rates and budgets."""
 
 
 @dataclass
@@ -78,8 +96,15 @@ class LeasedSlots:
     """The current lease. Before the first one, its `ttl` is 0."""
     expires_at: float = -inf
     """Time after which no work may start by the lease."""
+    sent_at: float = 0.0
+    """Time at which the latest report was sent."""
+    answered_at: float = -inf
+    """Time at which the report was sent that the lease answers."""
+    credit: LeasedCredit = field(default_factory=LeasedCredit)
+    outcomes: OutcomeCounter = field(default_factory=OutcomeCounter)
     _seq: int = 0
-    _sent_at: float = 0.0
+    _rejected_seq: int | None = None
+    """Sequence number of the first report that includes the last rejection, before whose answer no work starts."""
     _hold_reported: float = 0.0
     _hold_confirmed: float = 0.0
 
@@ -92,6 +117,28 @@ class LeasedSlots:
     def usable(self, now: float) -> int:
         """Return the number of slots that may be in use now."""
         return self.lease.capacity if now < self.expires_at else 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether work must wait until the ledger has answered a report of a rejection."""
+        return self._rejected_seq is not None
+
+    @property
+    def has_unreported_rejection(self) -> bool:
+        """Whether no report of the last rejection was sent."""
+        return self._rejected_seq is not None and self._seq < self._rejected_seq
+
+    def reject(self, epoch: int, retry_at: float) -> None:
+        """Count a rejection of work that was granted in an epoch."""
+        self.outcomes.reject(epoch, retry_at)
+        if self.lease.is_probe or (self.lease.epoch and epoch == self.lease.epoch):
+            self._rejected_seq = self._seq + 1
+
+    def end(self) -> None:
+        """Count work that ended without telling anything about the resource."""
+        self.outcomes.end()
+        if self.lease.is_probe:
+            self._rejected_seq = self._seq + 1
 
     def allows(self, hold: float) -> bool:
         """Return True if work that lasts `hold` seconds may start."""
@@ -109,11 +156,33 @@ class LeasedSlots:
         """
         return f"{self.holder}/{self.lease.seq}" if self.lease.seq else None
 
-    def report(self, now: float, *, in_use: int, wants: int, hold: float) -> HolderReport:
-        """Return the next report. Answers to earlier reports are ignored from now on."""
+    def report(
+        self,
+        now: float,
+        *,
+        in_use: int,
+        wants: int,
+        hold: float,
+        first_cost: Amounts = NO_AMOUNTS,
+        wanted_cost: Amounts = NO_AMOUNTS,
+    ) -> HolderReport:
+        """Return the next report. Answers to earlier reports are ignored from now on.
+
+        Args:
+            now: Current time.
+            in_use: Slots in use.
+            wants: Slots in use plus the number of waiters.
+            hold: Maximum remaining duration of work, in seconds.
+            first_cost: Cost of the first waiter.
+            wanted_cost: Cost of all waiters.
+        """
         self._seq += 1
-        self._sent_at, self._hold_reported = now, hold
-        return HolderReport(self.holder, self._seq, self.usable(now), in_use, wants, hold, self._hold_confirmed)
+        self.sent_at, self._hold_reported = now, hold
+        credit = self.credit.report(first_cost, wanted_cost, now)
+        slots = self.usable(now), in_use, wants
+        return HolderReport(
+            self.holder, self._seq, *slots, hold, self._hold_confirmed, self.outcomes.report(now), credit
+        )
 
     def terminate(self) -> None:
         """Give up the lease and ignore any answer that is still in transit."""
@@ -124,6 +193,11 @@ class LeasedSlots:
         """Apply an answer of the ledger. Return False if it answers an earlier report and was ignored."""
         if lease.seq != self._seq:
             return False
-        self.lease, self._hold_confirmed = lease, self._hold_reported
-        self.expires_at = self._sent_at + USABLE_LEASE_FRACTION * lease.ttl
+        self.lease, self._hold_confirmed, self.answered_at = lease, self._hold_reported, self.sent_at
+        self.expires_at = self.sent_at + USABLE_LEASE_FRACTION * lease.ttl
+        budgets = lease.policy.budgets if lease.policy else NO_AMOUNTS
+        self.credit.apply(lease.credit, budgets, self.sent_at, USABLE_LEASE_FRACTION)
+        self.outcomes.start_epoch(lease.epoch)
+        if self._rejected_seq is not None and lease.seq >= self._rejected_seq:
+            self._rejected_seq = None
         return True
