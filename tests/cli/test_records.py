@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from collector import Collector, attributes
 from record_samples import trajectory, verl_line, write_verl
 from typer.testing import CliRunner
 
@@ -131,3 +132,13 @@ def test_stats_work_without_extras(dumps: Path) -> None:
 def test_schema_is_printed(root: Path) -> None:
     done = CliRunner().invoke(app, ["records", "schema"])
     assert done.stdout == (root / "docs/records.schema.json").read_text()
+
+
+def test_export_sends_a_trace_of_each_record(dumps: Path) -> None:
+    with Collector() as collector:
+        done = CliRunner().invoke(app, ["records", "export", str(dumps), "--otlp", collector.url, "--model", "small"])
+    assert done.output.endswith(f"300 spans of 30 records sent to {collector.url}; 2 lines without timings skipped\n")
+    assert len(collector.spans) == 300
+    roots = [attributes(span) for span in collector.spans if not span.parent_span_id]
+    assert [root["toolroll.step"] for root in roots] == [8] * 10 + [9] * 10 + [10] * 10
+    assert {root["gen_ai.request.model"] for root in roots} == {"small"}

@@ -15,10 +15,10 @@ from record_samples import TRAJECTORIES, VERL_ANSWER, trajectory, verl_line
 from strategies import JSON, scaled
 
 from toolroll.errors import ConfigError
-from toolroll.records import parquet
+from toolroll.records.export import parquet
+from toolroll.records.export.parquet import convert
 from toolroll.records.json_line import encode
 from toolroll.records.line import trajectory_fields
-from toolroll.records.parquet import convert
 from toolroll.records.reader import read_records
 from toolroll.records.record import FORMAT, Record
 from toolroll.records.writer import RecordWriter
@@ -144,7 +144,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import pyarrow.parquet
-from toolroll.records.parquet import convert
+from toolroll.records.export.parquet import convert
 from toolroll.records.reader import read_records
 
 def peak():

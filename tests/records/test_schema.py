@@ -48,5 +48,5 @@ def test_invalid_lines_are_rejected(change: dict[str, Any]) -> None:
 
 
 def test_fields_are_in_order_of_schema() -> None:
-    assert list(trajectory_fields(trajectory(), 7)) == list(json.loads(json_schema())["properties"])
+    assert [*trajectory_fields(trajectory(), 7), "rescored"] == list(json.loads(json_schema())["properties"])
     assert not VALIDATOR.is_valid(verl_line(1))

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -148,3 +149,9 @@ def test_rates_and_remaining_time() -> None:
     assert seconds_left(after) is None
     assert seconds_left(status(done=150, total=200, seconds=10.0, resumed=100)) == pytest.approx(10.0)
     assert seconds_left(status(done=100, total=200, seconds=10.0, resumed=100)) is None
+
+
+def test_program_of_a_cached_result_is_not_counted() -> None:
+    [call] = trajectory().calls
+    cached = replace(call, metrics={**call.metrics, "cache": {"age_s": 1.0, "origin": "request-1"}})
+    assert SampleOutcome.from_trajectory(trajectory(calls=[call, cached]), 0).programs == {"ok": 1}

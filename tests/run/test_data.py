@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -113,6 +114,24 @@ def test_invalid_row_does_not_affect_others(tmp_path: Path) -> None:
     assert reasons[4] == "Column 'prompt' is missing."
     assert reasons[5] == "Column 'prompt' is empty."
     assert reasons[6] == "Column 'prompt' is neither text nor a list of messages: 7."
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": [{"role": "human", "content": "hi"}]}, "Invalid prompt: messages.0.role: "),
+        ({"prompt": [{"role": "user", "content": 5}]}, "Invalid prompt: messages.0.content"),
+        ({"prompt": "hi", "tools_kwargs": {"t": {"create": {}}}}, r".*'create' for tool 't' \(did you mean"),
+        ({"prompt": "hi", "tools_kwargs": {"t": {"create_kwargs": {}}}, "sampling_params": 5}, ".*sampling_params"),
+    ],
+)
+def test_row_with_invalid_prompt_is_a_bad_row(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    first, second = rows_of(write(tmp_path / "rows.jsonl", [{"prompt": "hi"}, row])).rows()
+    assert first == (0, {"prompt": "hi"})
+    assert isinstance(second, BadRow)
+    assert re.match(reason, second.reason)
+    with pytest.raises(ConfigError, match=f"Row 0: {reason}"):
+        rows_of(write(tmp_path / "invalid.jsonl", [row])).check()
 
 
 def test_large_integer_ground_truth_is_exact(tmp_path: Path) -> None:

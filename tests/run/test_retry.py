@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_samples import trajectory
 
 from run.test_run import configure, model, run, samples  # noqa: F401 (fixtures)
 from toolroll.records.reader import read_records
 from toolroll.records.stats.statistics import RunStats
+from toolroll.records.writer import RecordWriter
+from toolroll.run import resume
+from toolroll.run.aggregates import SampleOutcome
 from toolroll.run.config import RunConfig
-from toolroll.run.retry import SUPERSEDED_DIR, set_aside_failed
+from toolroll.run.resume import SUPERSEDED_DIR, ResumeState, set_aside_failed
 from toolroll.run.run import Run
 
 
@@ -77,3 +81,19 @@ def test_other_lines_are_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / "0.jsonl").read_bytes() == b"".join([*lines[:2], lines[3]])
     assert (tmp_path / SUPERSEDED_DIR / "0.jsonl").read_bytes() == lines[2]
     assert set_aside_failed(tmp_path) == 0
+
+
+def test_complete_steps_without_failures_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may have terabytes of records."""
+    state = ResumeState(tmp_path, n=1, prompts_per_step=1)
+    with RecordWriter(tmp_path) as writer:
+        for row, outcome in enumerate(["ok", "infra", "ok"]):
+            one = trajectory(group=str(row), sample=0, outcome=outcome)
+            writer.append(one, row)
+            state.add(SampleOutcome.from_trajectory(one, row))
+    with (tmp_path / "2.jsonl").open("ab") as changed:
+        changed.write(b"\n")
+    read: list[str] = []
+    monkeypatch.setattr(resume, "_set_aside", lambda file, _: read.append(Path(file.path).name) or 0)
+    set_aside_failed(tmp_path)
+    assert sorted(read) == ["1.jsonl", "2.jsonl"]

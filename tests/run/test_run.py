@@ -164,6 +164,14 @@ async def test_records_missing_from_a_complete_step_are_made(configure: Any, cha
 
 
 @pytest.mark.virtual_time
+async def test_complete_steps_are_counted_with_new_solved_at(configure: Any) -> None:
+    file = configure()
+    assert (await run(file)).aggregates["solved"] == 0
+    for solved_at, solved in ((0.0, 60), (1.0, 0), (0.0, 60)):
+        again = await run(file, f"rewards.solved_at={solved_at}")
+        assert (again.tokens, again.aggregates["solved"]) == (0, solved)
+
+
 async def test_paused_process_does_not_lose_its_own_worker(configure: Any) -> None:
     file = configure(rows=12, rewards={"functions": {"pause": "run.pausing_reward.pause"}})
     status = await asyncio.wait_for(run(file), 3600)
@@ -216,7 +224,28 @@ async def test_invalid_row_is_skipped(configure: Any) -> None:
     assert status.done == (10 - status.bad_rows) * 3
     assert set(samples(file).values()) == {1}
     again = await run(file)
-    assert again.tokens == 0
+    assert (again.tokens, again.bad_rows) == (0, status.bad_rows)
+    assert again.done == again.total == status.total
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "?", "answer": 3, "sampling_params": {"max_new_tokens": 0}},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "/missing.png"}]}], "answer": 3},
+    ],
+)
+async def test_row_that_the_worker_rejects_fails_alone(configure: Any, row: dict[str, Any]) -> None:
+    file = configure(rows=10)
+    data = file.parent / "data.jsonl"
+    rows = data.read_text().splitlines()
+    rows[3] = json.dumps(row)
+    data.write_text("\n".join(rows) + "\n")
+    status = await run(file)
+    assert samples(file) == every(10, 3)
+    assert status.aggregates["outcomes"] == {"ok": 27, "infra": 3}
+    [error] = status.aggregates["errors"]
+    assert error.startswith("Row 3 of the data is invalid: ")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +312,19 @@ def test_lock_works_where_directories_cannot_be_locked(tmp_path: Path, monkeypat
 async def test_invalid_setting_raises_config_error(configure: Any, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await run(configure(), override)
+
+
+def test_interpolations_are_resolved_after_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(
+        "engine: {kind: openai, urls: 'http://x', model: '${oc.env:NO_SUCH_MODEL}'}\n"
+        "n: 4\ndata: {path: rows.jsonl}\ntools: tools.yaml\nrollout_data_dir: out-${n}\n"
+    )
+    config = RunConfig.load(folder / "run.yaml", ["engine.model=m", "n=8", "data.path=rows-${n}.jsonl"])
+    assert (config.engine.model, config.rollout_data_dir) == ("m", str(folder / "out-8"))
+    assert (config.data.path, config.tools) == (str(tmp_path / "rows-8.jsonl"), str(folder / "tools.yaml"))
 
 
 async def test_failed_start_does_not_lock_the_directory(configure: Any) -> None:
@@ -371,6 +413,17 @@ def test_records_reserve_the_directory_for_their_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model='Qwen', but this run has model='Llama'"):
         RunLock(tmp_path, other)
     RunLock(tmp_path, intended).release()
+
+
+async def test_failed_samples_do_not_reserve_the_directory(configure: Any) -> None:
+    file = configure(rows=1)
+    row = {"prompt": "?", "answer": 0, "sampling_params": {"max_new_tokens": 0}}
+    (file.parent / "data.jsonl").write_text(json.dumps(row) + "\n")
+    await run(file, "n=2")
+    with pytest.raises(ConfigError, match="a run with n=2, but this run has n=3"):
+        await run(file, "n=3", "retry=none")
+    for n in (3, 2):
+        assert (await run(file, f"n={n}")).resumed == 0
 
 
 OWN_CLUSTER = """

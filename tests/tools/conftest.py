@@ -9,4 +9,4 @@ def process_local_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Otherwise each of the many servers would get its own actor. Cluster-wide limits are tested with separate processes.
     """
-    monkeypatch.setattr("toolroll.limiter.registry._is_connected", lambda: False)
+    monkeypatch.setattr("toolroll.limiter.registry.is_connected", lambda: False)

@@ -122,8 +122,8 @@ def test_tool_class_is_found_by_name() -> None:
     for name in ("here.whisper", "pathlib.Path", "here.Nothing"):
         with pytest.raises(ConfigError):
             get_tool_class(name)
-    with pytest.raises(ValueError, match="mcp"):
-        ToolType("mcp")
+    with pytest.raises(ValueError, match="grpc"):
+        ToolType("grpc")
 
 
 def test_null_keywords_of_original_schema_are_dropped(tmp_path: Path) -> None:
@@ -157,14 +157,12 @@ def test_hundreds_of_tools_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "messages"),
     [
-        (
-            {"clas_name": "here.Echo"},
-            ["missing key 'class_name'", "unknown key 'clas_name' (did you mean 'class_name'?)"],
-        ),
+        ({"clas_name": "here.Echo"}, ["unknown key 'clas_name' (did you mean 'class_name'?)"]),
+        ({"config": {"type": "native"}}, ["missing key 'class_name'"]),
         ({**ECHO, "tool_shema": {}}, ["(here.Echo)", "unknown key 'tool_shema' (did you mean 'tool_schema'?)"]),
         ({**ECHO, "config": {"tims": 3}}, ["config: unknown key 'tims' (did you mean 'times'?)"]),
         ({**ECHO, "config": {"times": "many"}}, ["config: times: Input should be a valid integer"]),
-        ({**ECHO, "config": {"type": "mcp"}}, ["config.type: unknown type 'mcp'"]),
+        ({**ECHO, "config": {"type": "mpc"}}, ["config.type: unknown type 'mpc'. Use 'native' or 'mcp'"]),
         ({**ECHO, "class_name": "here.Ecko"}, ["Module 'here' has no attribute 'Ecko' (did you mean 'Echo'?)"]),
         ({**ECHO, "class_name": "not_there.Echo"}, ["No module named 'not_there'", "PYTHONPATH"]),
         ({**ECHO, "class_name": "Echo"}, ["Expected a dotted path, got 'Echo'", "my_module.Echo"]),

@@ -467,7 +467,7 @@ async def test_unreachable_sandbox_is_infra_fault(sandbox_url: str) -> None:
         pass
     tool = SandboxFusionTool({"sandbox_fusion_url": server.url})
     with pytest.raises(InfraFault, match="can't be reached") as error:
-        await call(tool, "1", within=0.5)
+        await call(tool, "1", within=2.0)
     assert error.value.metrics["attempts"] > 1
     assert await all_slots_released(tool)
 
@@ -547,6 +547,17 @@ async def test_endless_program_is_stopped_before_deadline(tool: SandboxFusionToo
     stopped = re.search(r"it took longer than (\S+) s\.\]$", str(result.response.text))
     assert stopped
     assert float(stopped[1]) <= 1, "the CPU time that fits into the time left"
+
+
+@pytest.mark.unit
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("within", "ended_by_deadline"), [(None, None), (60, None), (3, True)])
+async def test_timeout_before_the_time_limit_is_marked(within: float | None, ended_by_deadline: bool | None) -> None:
+    async with FaultServer([answer(body=fault_server.program(status="TimeLimitExceeded"))]) as server:
+        tool = SandboxFusionTool({"sandbox_fusion_url": server.url, "default_timeout": 5})
+        metrics = (await call(tool, "1", within=within)).metrics
+    assert metrics["outcome"] == "timeout"
+    assert metrics.get("ended_by_deadline") is ended_by_deadline
 
 
 @pytest.mark.timing

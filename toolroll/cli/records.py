@@ -1,4 +1,4 @@
-"""The `toolroll records` command: statistics and conversion of recorded rollouts."""
+"""The `toolroll records` command: statistics, conversion and re-scoring of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from toolroll.cli import output
+from toolroll.cli.rescore import rescore
 from toolroll.viewer.formatting import plural
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from toolroll.records.stats.histogram import Histogram
     from toolroll.records.stats.statistics import RunStats, StepStats, ToolCallStats
 
-app = typer.Typer(help="Show statistics of recorded rollouts, and convert them.", no_args_is_help=True)
+app = typer.Typer(help="Show statistics of recorded rollouts, convert them and score them again.", no_args_is_help=True)
+app.command()(rescore)
 
 Directory = Annotated[Path, typer.Argument(help="The rollout_data_dir, or one of its files.")]
 MAX_TABLE_ROWS = 20
@@ -56,6 +58,9 @@ def stats(
     excluded = f", {total.infra:,} excluded from the loss (infra faults)" if total.infra else ""
     samples = f"{plural(total.samples, 'sample')} of {plural(len(run.steps), 'step')} in {escape(str(directory))}"
     console.print(f"{samples}{bad}{excluded}", highlight=False, soft_wrap=True)
+    for step, messages in list(run.alarms().items())[:MAX_TABLE_ROWS]:
+        for message in messages:
+            console.print(f"[red]Step {step}: {message}[/red]", highlight=False, soft_wrap=True)
     for table in (_by_step(run), _by_tool(run), _programs(total), _faults(run), _finish_reasons(total)):
         if table.row_count:
             console.print(table)
@@ -66,13 +71,42 @@ def convert(
     directory: Directory, out: Annotated[Path, typer.Argument(help="File to write, for example records.parquet.")]
 ) -> None:
     """Convert all records to one Parquet file, with tokens as lists."""
-    from toolroll.records.parquet import convert as convert_records
+    from toolroll.records.export.parquet import convert as convert_records
     from toolroll.records.reader import read_records
 
     records = read_records(directory)
     count = convert_records(_with_progress(records), out)
     bad = f"; skipped {plural(records.bad_lines, 'unreadable line')}" if records.bad_lines else ""
     output.echo(f"{plural(count, 'record')} in {out}, {out.stat().st_size / 1e6:,.1f} MB{bad}")
+
+
+@app.command()
+def export(
+    directory: Directory,
+    otlp: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="URL of an OpenTelemetry collector (OTLP over HTTP), for example http://localhost:4318.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[str | None, typer.Option(help="Name of the model, for the attributes of the spans.")] = None,
+) -> None:
+    """Send a trace of each record to an OpenTelemetry collector.
+
+    The traces are those that a run with the setting `tracing` sends, with the same ids.
+    """
+    from toolroll._internal.text import hide_credentials
+    from toolroll.records.export.otlp import export as export_records
+    from toolroll.records.reader import read_records
+
+    records = read_records(directory)
+    exported = export_records(_with_progress(records), otlp, model)
+    skipped = records.bad_lines + exported.skipped
+    bad = f"; {plural(skipped, 'line')} without timings skipped" if skipped else ""
+    sent = f"{plural(exported.spans, 'span')} of {plural(exported.records, 'record')}"
+    output.echo(f"{sent} sent to {hide_credentials(otlp)}{bad}")
 
 
 @app.command()

@@ -1,8 +1,8 @@
 """File to which complete lines are appended.
 
 Each group of lines is written by one system call at the end of the file. If a killed process or a full disk left an
-incomplete line, it is terminated before the next line is written. If the file is moved or deleted while it is open, it
-is created again.
+incomplete line, it is terminated before the next line is written. A file that was moved or deleted while it was open is
+created again after `close_if_moved`.
 
 Written lines survive the death of the process but not a power failure: the file is not synced.
 """
@@ -51,12 +51,17 @@ class AppendFile:
             file, self._file = self._file, None
             os.close(file)
 
-    def _open(self) -> int:
+    def close_if_moved(self) -> None:
+        """Close the file if it was moved or deleted, so that the next `append` creates it again."""
         if self._file is not None:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._file), self.path.stat()):
-                    return self._file
-            self.close()  # the file was moved or deleted
+                    return
+            self.close()
+
+    def _open(self) -> int:
+        if self._file is not None:
+            return self._file
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         stat = os.fstat(file)

@@ -25,6 +25,8 @@ PROGRAM_OK = "ok"
 """Outcome of a program that ended without an error."""
 FORMAT = "toolroll/1"
 """Value of the `format` field. The number changes with incompatible changes of the format."""
+RESCORED_FIELD = "rescored"
+"""Field of the scores that were added to a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,12 @@ class Record:
         """Token sequences from before each point where the template rendered an earlier turn differently."""
         return [unpack(packed) for packed in _objects(self.fields.get("earlier"))] if self.is_native else []
 
+    @property
+    def rescored(self) -> dict[str, float | None]:
+        """Scores that `toolroll records rescore` has added, by name."""
+        scores = self.fields.get(RESCORED_FIELD)
+        return {name: number(score) for name, score in scores.items()} if isinstance(scores, dict) else {}
+
     def summary(self) -> SampleSummary:
         """Return the summary that lists show."""
         turns, calls = len({str(turn.get("turn")) for turn in self.turns}), len(self.calls)
@@ -147,9 +155,14 @@ class Record:
 
 
 def program_outcome(call: Mapping[str, Any]) -> str | None:
-    """Return the outcome of the program that a call ran, e.g. "timeout", or None if it ran none."""
+    """Return the outcome of the program that a call ran, e.g. "timeout", or None if it ran none.
+
+    A call whose result is that of an earlier one, from the cache, ran none.
+    """
     metrics = call.get("metrics")
-    outcome = metrics.get("outcome") if isinstance(metrics, Mapping) else None
+    if not isinstance(metrics, Mapping) or isinstance(metrics.get("cache"), Mapping):
+        return None
+    outcome = metrics.get("outcome")
     return outcome if isinstance(outcome, str) else None
 
 

@@ -96,7 +96,18 @@ class TurnLine(_ExactModel):
     """Reason why the engine stopped."""
     weight_version: str | None
     """Version of the weights."""
+    start: float | None = None
+    """Time from the start of the trajectory, in seconds."""
     timings: TimingsLine
+
+
+class CacheHit(_ExactModel):
+    """Origin of a result that was cached."""
+
+    age_s: float
+    """Time since the call that produced it, in seconds."""
+    origin: str
+    """`request_id` of the trajectory that made the call."""
 
 
 class CallMetrics(BaseModel, extra="allow", use_attribute_docstrings=True):
@@ -110,6 +121,12 @@ class CallMetrics(BaseModel, extra="allow", use_attribute_docstrings=True):
     """Run time of the program, in seconds."""
     attempts: int | None = None
     """Number of attempts."""
+    malformed: bool | None = None
+    """True if the call was not executed because it could not be read, or its tool or arguments do not exist."""
+    cache: CacheHit | None = None
+    """Set if the result was cached."""
+    replayed: bool | None = None
+    """True if the result came from a recording."""
 
 
 class CallLine(_ExactModel):
@@ -131,6 +148,8 @@ class CallLine(_ExactModel):
     """Error message, if the call failed."""
     reward: float | None
     """Reward that the tool assigned to the call."""
+    start: float | None = None
+    """Time from the start of the trajectory, in seconds."""
     seconds: float | None
     """Duration of the whole call, in seconds."""
     metrics: CallMetrics
@@ -193,6 +212,8 @@ class RecordLine(_ExactModel):
     """Error message, if the trajectory failed."""
     fidelity: Fidelity
     """Fidelity of the tokens."""
+    started_at: float | None = None
+    """Time at which the trajectory started, in seconds since 1970 (UTC)."""
     seconds: float | None
     """Duration of the trajectory, in seconds."""
     rewards: RewardsLine
@@ -200,6 +221,8 @@ class RecordLine(_ExactModel):
     """Answers of the engine."""
     calls: list[CallLine]
     """Tool calls."""
+    tool_versions: dict[str, str] = {}
+    """Fingerprint of each tool. Records of earlier versions have none."""
     messages: list[MessageLine]
     """The conversation."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] | None
@@ -210,6 +233,8 @@ class RecordLine(_ExactModel):
     """Token sequences from before each point where the template rendered an earlier turn differently."""
     extra: dict[str, Any]
     """Other fields of the prompt row."""
+    rescored: dict[str, float | None] = {}
+    """Scores that `toolroll records rescore` has added, by name; null if a record could not be scored."""
 
 
 def json_schema() -> str:

@@ -14,17 +14,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, cast
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from toolroll._internal.canonical import NotCanonical, hash_of
 from toolroll.errors import ConfigError, DuplicateInstance, ToolContractError, validate
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.schemas import OpenAIFunctionToolSchema, ToolResponse
 from toolroll.tools.arguments import ArgumentValidator
+from toolroll.tools.cache_settings import CacheSettings
 
 State = TypeVar("State")
 """Type of the state that a tool keeps per instance."""
+
+
+FINGERPRINT_CHARS = 16
 
 
 class ToolResult(NamedTuple):
@@ -107,6 +114,20 @@ class BaseTool(ABC, Generic[State]):
     """Schema that is used if the config file does not contain one."""
     returns_images: bool = False
     """True if responses may contain images. A model that cannot see them is then refused at the start."""
+    limits: ResourceLimits | None = None
+    """Limits of the calls, which `ToolInstance` applies. `limits` in a config file overrides them. The default name of
+    the resource is the name of the tool."""
+    service_settings: frozenset[str] = frozenset()
+    """Names of settings that do not change results, such as the address of a service. They are no part of the
+    `fingerprint`."""
+    pure: bool = False
+    """True if the result of a call depends on nothing but its arguments, the hidden arguments and the settings, so that
+    results can be cached. `ToolInstance` then makes equal calls only once."""
+    version: str | None = None
+    """Version of the tool's behaviour. Change it when results change, so that earlier results are not used any more."""
+    cache: CacheSettings | None = None
+    """Settings of the cache. `cache` in a config file overrides them. By default, those of `CacheSettings` if the tool
+    is pure; else there is no cache."""
 
     def __init__(self, config: dict[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.config = dict(config or {})
@@ -130,6 +151,45 @@ class BaseTool(ABC, Generic[State]):
         if isinstance(schema, BaseModel):
             schema = schema.model_dump(exclude_unset=True)
         return validate(OpenAIFunctionToolSchema, schema, f"The tool_schema of {type(self).__name__} is invalid")
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Hash of the class or function, `version`, the settings and the schema.
+
+        Recorded and cached results are used only for a tool with the same one. None if the settings contain objects
+        that cannot be compared.
+        """
+        version = self.version if isinstance(self.version, str) else None
+        settings = {name: value for name, value in self.config.items() if name not in self.service_settings}
+        with suppress(NotCanonical):
+            parts = self._implementation(), version, settings, self.tool_schema.model_dump()
+            return hash_of(*parts)[:FINGERPRINT_CHARS]
+        return None
+
+    def _implementation(self) -> str:
+        return f"{type(self).__module__}.{type(self).__qualname__}"
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if results may depend on the trajectory, so that a cache for the tool is an error.
+
+        By default, True if the class creates a state or has a `calc_reward`, unless it declares itself as `pure`.
+        """
+        methods = ("create", "new_state", "calc_reward")
+        overrides = any(getattr(type(self), name) is not getattr(BaseTool, name) for name in methods)
+        return overrides and self.pure is not True
+
+    def hidden_inputs(self, create_kwargs: Mapping[str, Any], execute_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values, besides the model's arguments, on which the result of a call of a pure tool depends.
+
+        Args:
+            create_kwargs: The trajectory's `create_kwargs` for this tool.
+            execute_kwargs: The arguments of `execute`, without the deadline.
+
+        Returns:
+            All of them, by default. A class that ignores some can override this method, to get more hits.
+        """
+        return {"create": dict(create_kwargs), "execute": dict(execute_kwargs)}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema that the model sees."""
@@ -182,8 +242,7 @@ class BaseTool(ABC, Generic[State]):
         instance_id = instance_id or str(uuid4())
         if instance_id in self.instances:
             raise DuplicateInstance(f"Tool {self.name!r} already has an instance {instance_id!r}. Use a unique id.")
-        create_kwargs = (kwargs.pop("create_kwargs", None) or {}) | kwargs
-        self.instances[instance_id] = self.new_state(**create_kwargs)
+        self.instances[instance_id] = self.new_state(**state_kwargs(kwargs))
         return instance_id, ToolResponse()
 
     @abstractmethod
@@ -225,6 +284,16 @@ class BaseTool(ABC, Generic[State]):
             **kwargs: The trajectory's `release_kwargs` for this tool.
         """
         self.instances.pop(instance_id, None)
+
+
+def state_kwargs(create_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `new_state`, which may be in a single `create_kwargs` mapping as verl passes them.
+
+    Args:
+        create_kwargs: Arguments of `create`, without the id.
+    """
+    direct = {name: value for name, value in create_kwargs.items() if name != "create_kwargs"}
+    return {**(create_kwargs.get("create_kwargs") or {}), **direct}
 
 
 def as_response(tool_name: str, value: Any) -> ToolResponse:

@@ -9,12 +9,10 @@ Parameters annotated with `Hidden[...]` are not part of the schema. Their values
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import inspect
 import json
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar, overload
@@ -26,14 +24,18 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import SchemaError, to_jsonable_python
 
-from toolroll.errors import ConfigError, InvalidArguments, ToolContractError, explain
+from toolroll.errors import ConfigError, InvalidArguments, ToolContractError, explain, validate
+from toolroll.limiter.limited import call_in_thread
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.schemas import OpenAIFunctionToolSchema, ToolResponse
-from toolroll.tools.base_tool import BaseTool, ToolResult, as_result
+from toolroll.tools.base_tool import BaseTool, ToolResult, as_result, state_kwargs
 
 DEFAULT_MAX_THREADS = 64
 """Default maximum number of concurrent calls of one sync function."""
 
 T = TypeVar("T")
+INSTANCE_PARAMETERS = frozenset({"state", "instance_id"})
+"""Hidden parameters that are set by toolroll and not by the dataset."""
 _CONSTRUCTOR_ARGUMENTS = {"config", "tool_schema"}
 
 
@@ -66,10 +68,14 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         description: Description of the tool. By default, the text of the function's docstring.
         threads: Maximum number of concurrent calls of a sync function.
         returns_images: True if responses may contain images.
+        limits: Limits of the calls: `ResourceLimits` or its fields.
+        pure: True if the result depends on the arguments alone, so that it can be cached.
+        version: Version of the function's behaviour.
         tool_schema: Schema from a config file. By default, the schema generated from the signature.
 
     Raises:
-        ConfigError: If no schema can be generated for the function, or `tool_schema` does not match it.
+        ConfigError: If no schema can be generated for the function, `tool_schema` does not match it, or the limits are
+            invalid.
     """
 
     def __init__(
@@ -80,20 +86,30 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         description: str | None = None,
         threads: int = DEFAULT_MAX_THREADS,
         returns_images: bool = False,
+        limits: ResourceLimits | Mapping[str, Any] | None = None,
+        pure: bool = False,
+        version: str | None = None,
         tool_schema: Any = None,
     ) -> None:
         self.function = function
+        self.pure, self.version = pure, version
         self.returns_images = returns_images
+        self.limits = None if limits is None else validate(ResourceLimits, limits, "@tool: limits")
         self._options: dict[str, Any] = {
             "name": name,
             "description": description,
             "threads": threads,
             "returns_images": returns_images,
+            "limits": self.limits,
+            "pure": pure,
+            "version": version,
         }
         if threads < 1:
             raise ConfigError(f"@tool: threads must be at least 1, got {threads}.")
         schema, self._arguments, self._hidden, self._hidden_types = _read_signature(function, name, description)
         super().__init__({}, schema if tool_schema is None else tool_schema)
+        if pure and self.keeps_state:
+            raise ConfigError(f"@tool: {self.name!r} has the parameter `state` or `instance_id`, so it is not pure.")
         self.__doc__ = function.__doc__
         generated, configured = schema.function.parameters, self.tool_schema.function.parameters
         accepted, required = set(generated.properties or {}), set(generated.required or [])
@@ -128,6 +144,19 @@ class FunctionTool(BaseTool[dict[str, Any]]):
             raise ConfigError(f"config: a function has no settings, got {unknown}. Remove them.")
         return FunctionTool(self.function, **self._options, tool_schema=tool_schema)
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if results may depend on earlier calls or on the trajectory."""
+        return not INSTANCE_PARAMETERS.isdisjoint(self._hidden)
+
+    def hidden_inputs(self, create_kwargs: Mapping[str, Any], execute_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the hidden parameters. Others do not reach the function."""
+        available = {**state_kwargs(create_kwargs), **execute_kwargs}
+        return {name: available[name] for name in self._hidden if name in available}
+
+    def _implementation(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
     def new_state(self, **create_kwargs: Any) -> dict[str, Any]:
         """Return the values for hidden parameters, converted to the annotated types.
 
@@ -147,8 +176,7 @@ class FunctionTool(BaseTool[dict[str, Any]]):
         if inspect.iscoroutinefunction(self.function):
             returned = await self.function(**arguments)
         else:
-            call = partial(contextvars.copy_context().run, _call, self.function, arguments)
-            returned = await asyncio.get_running_loop().run_in_executor(self._executor, call)
+            returned = await call_in_thread(self._executor, partial(_call, self.function, arguments))
             returned = await returned if inspect.isawaitable(returned) else returned
         return as_result(self.name, returned if isinstance(returned, tuple) else (returned, None, {}), _serialize)
 
@@ -180,7 +208,14 @@ class FunctionTool(BaseTool[dict[str, Any]]):
 def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, threads: int = DEFAULT_MAX_THREADS
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    threads: int = DEFAULT_MAX_THREADS,
+    returns_images: bool = False,
+    limits: ResourceLimits | Mapping[str, Any] | None = None,
+    pure: bool = False,
+    version: str | None = None,
 ) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(
     function: Callable[..., Any] | None = None, /, **options: Any
@@ -194,13 +229,17 @@ def tool(
         function: The function, sync or async.
         **options: `name`: name of the tool, by default that of the function. `description`: description of the tool, by
             default the text of the docstring. `threads`: maximum number of concurrent calls of a sync function, by
-            default 64. `returns_images`: True if responses may contain images.
+            default 64. `returns_images`: True if responses may contain images. `limits`: limits of the calls,
+            `ResourceLimits` or its fields, e.g. `{"limit": 8, "rpm": 600}`. `pure`: True if the result depends on the
+            arguments alone, so that equal calls are made once. `version`: text to change when the results change, so
+            that cached and recorded ones are not used any more.
 
     Returns:
         The tool, or a decorator if only options are given.
 
     Raises:
-        ConfigError: If the function has no description, a parameter without a type, or a type that has no JSON Schema.
+        ConfigError: If the function has no description, a parameter without a type, or a type that has no JSON Schema,
+            if the limits are invalid, or if a pure function has the parameter `state` or `instance_id`.
 
     Example:
         >>> @tool
@@ -254,7 +293,7 @@ def _read_signature(
             fields[f"field_{len(fields)}"] = _field(parameter, hint, descriptions.get(parameter.name, ""))
             continue
         hidden[parameter.name] = parameter
-        if parameter.name not in ("state", "instance_id"):  # set by toolroll and not by the dataset
+        if parameter.name not in INSTANCE_PARAMETERS:
             hidden_types[parameter.name] = _type_adapter(hint)
 
     try:

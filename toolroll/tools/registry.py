@@ -6,6 +6,9 @@ The format is that of verl:
       - class_name: "my_tools.Search"       # a subclass of BaseTool, or a function with @tool
         config: {type: native, top_k: 3}    # settings of the tool
         tool_schema: {...}                  # optional if the class or function has a schema
+        limits: {limit: 8, rpm: 600}        # optional, see ResourceLimits
+        cache: {scope: run}                 # optional, see CacheSettings
+      - config: {type: mcp, command: "my-server"}  # all tools of an MCP server, see toolroll/tools/mcp/settings.py
 
 omegaconf reads the file, so `${oc.env:NAME}` works.
 
@@ -19,16 +22,18 @@ import inspect
 import logging
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from yaml import YAMLError
 
 from toolroll._internal.dotted_path import import_dotted_path
-from toolroll.errors import ConfigError, explain, validate
+from toolroll.errors import ConfigError, MissingExtra, explain, validate
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.tools.base_tool import BaseTool
+from toolroll.tools.cache_settings import CacheSettings
 from toolroll.tools.function_tool import FunctionTool
 
 logger = logging.getLogger(__name__)
@@ -49,7 +54,9 @@ class ToolType(StrEnum):
     """Kinds of tools, which `config.type` states."""
 
     NATIVE = "native"
-    """A class or function of Python. The default, and the only kind."""
+    """A class or function of Python. The default."""
+    MCP = "mcp"
+    """Tools of an MCP server."""
 
 
 class ToolEntry(BaseModel):
@@ -57,19 +64,45 @@ class ToolEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    class_name: str
-    """Dotted path of a subclass of BaseTool or of a function with @tool."""
+    class_name: str | None = None
+    """Dotted path of a subclass of BaseTool or of a function with @tool. Not needed with `type: mcp`."""
     config: dict[str, Any] | None = None
     """Settings of the tool."""
+    mcp: dict[str, Any] | None = None
+    """File with the MCP servers, in verl's form of an entry with `type: mcp`."""
     tool_schema: dict[str, Any] | None = None
     """Schema of the tool. By default, that of the class or function."""
+    limits: ResourceLimits | None = None
+    """Limits of the tool's calls. By default, those of the class or function."""
+    cache: CacheSettings | Literal[False] | None = None
+    """Cache of the tool's results, which requires that the tool is pure; or false for none. By default, that of the
+    class or function."""
+
+    @property
+    def kind(self) -> str:
+        """The tool's `config.type`."""
+        return str((self.config or {}).get("type", ToolType.NATIVE))
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.kind not in list(ToolType):
+            raise ValueError(f"config.type: unknown type {self.kind!r}. Use 'native' or 'mcp'")
+        if self.kind == ToolType.MCP:
+            if self.tool_schema is not None:
+                raise ValueError("tool_schema: the schemas of MCP tools come from the server. Remove it")
+        elif self.class_name is None:
+            raise ValueError("missing key 'class_name'")
+        elif self.mcp is not None:
+            raise ValueError("mcp: only valid with `config: {type: mcp}`")
+        return self
 
 
-def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool[Any]]:
+def initialize_tools_from_config(tools_config_file: str | Path, *, kind: ToolType | None = None) -> list[BaseTool[Any]]:
     """Load the tools of a config file.
 
     Args:
         tools_config_file: Path of the YAML file.
+        kind: Kind of the tools to load. Default: all.
 
     Returns:
         The tools, in the order of the file.
@@ -84,15 +117,20 @@ def initialize_tools_from_config(tools_config_file: str | Path) -> list[BaseTool
     path = Path(tools_config_file)
     tools: dict[str, BaseTool[Any]] = {}
     for number, entry in enumerate(read_entries(path), start=1):
+        if kind not in (None, entry.kind):
+            continue
         where = _location(path, number, entry.class_name)
         try:
-            tool = build(entry)
+            built = build(entry, path.parent)
+        except MissingExtra:
+            raise
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        if tool.name in tools:
-            first = list(tools).index(tool.name) + 1
-            raise ConfigError(f"{where}: tool {first} has the same name, {tool.name!r}. Rename one.")
-        tools[tool.name] = tool
+        for tool in built:
+            if tool.name in tools:
+                first = list(tools).index(tool.name) + 1
+                raise ConfigError(f"{where}: tool {first} has the same name, {tool.name!r}. Rename one.")
+            tools[tool.name] = tool
     logger.info("Initialize tools from configuration %s: %s", path, ", ".join(tools) or "none")
     return list(tools.values())
 
@@ -141,23 +179,59 @@ def _read_tools_list(path: Path) -> list[Any]:
     return entries
 
 
-def build(entry: ToolEntry) -> BaseTool[Any]:
-    """Create the tool of an entry.
+def build(entry: ToolEntry, directory: Path = Path()) -> list[BaseTool[Any]]:
+    """Create the tools of an entry: one, or those of an MCP server.
 
     Args:
         entry: Entry of a config file.
+        directory: Directory of the config file, to which relative paths refer.
 
     Returns:
-        The tool.
+        The tools.
 
     Raises:
-        ConfigError: If the class cannot be imported, is not a tool, or rejects its settings or schema.
+        ConfigError: If the class cannot be imported, is not a tool, or rejects its settings or schema, or the MCP
+            server cannot be used.
     """
+    if entry.kind == ToolType.MCP:
+        from toolroll.tools.mcp.mcp_tool import load_mcp_tools
+
+        options: dict[str, Any] = {"class_name": entry.class_name, "verl_servers": entry.mcp, "limits": entry.limits}
+        tools = load_mcp_tools(entry.config or {}, **options)
+    else:
+        tools = [_create(entry)]
+        if entry.limits is not None:
+            tools[0].limits = entry.limits
+    for tool in tools:
+        set_cache(tool, entry, directory)
+    return tools
+
+
+def set_cache(tool: BaseTool[Any], entry: ToolEntry, directory: Path) -> None:
+    """Apply the `cache` of an entry to its tool.
+
+    Args:
+        tool: The tool.
+        entry: The entry.
+        directory: Directory of the config file.
+
+    Raises:
+        ConfigError: If results of the tool may depend on the trajectory.
+    """
+    if entry.cache is False:
+        tool.pure, tool.cache = False, None
+    elif entry.cache is not None:
+        if tool.keeps_state:
+            raise ConfigError(
+                f"cache: results of {tool.name!r} may depend on the trajectory. Remove it, or set `pure = True` in the "
+                "class if they depend on the arguments alone."
+            )
+        tool.cache = entry.cache.with_path_in(directory)
+
+
+def _create(entry: ToolEntry) -> BaseTool[Any]:
     config = entry.config or {}
-    kind = config.get("type", ToolType.NATIVE)
-    if kind not in list(ToolType):
-        raise ConfigError(f"config.type: unknown type {kind!r}. Use 'native'.")
-    tool_class = get_tool_class(entry.class_name)
+    tool_class = get_tool_class(str(entry.class_name))
     if isinstance(tool_class, FunctionTool):
         return tool_class.with_config(config, entry.tool_schema)
     try:

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolroll._internal.code_fences import canonical_language, strip_code_fence
 from toolroll.errors import PolicyFault, SandboxRefused, unknown_name
+from toolroll.sandbox.execution import ExecutionOutcome
 from toolroll.sandbox.limited import LimitedSandbox, LimitedSandboxSettings, RunResult
 from toolroll.sandbox.protocol import Language
 from toolroll.schemas import ToolResponse, text_function_schema
@@ -64,6 +65,7 @@ class SandboxFusionTool(BaseTool[InterpreterSession | None]):
         'code_interpreter'
     """
 
+    service_settings = frozenset({"sandbox_fusion_url", "rate_limit", "num_workers", "enable_global_rate_limit"})
     default_schema: ClassVar = text_function_schema(
         "code_interpreter", "A tool for executing code.", code="The code to execute."
     )
@@ -78,6 +80,11 @@ class SandboxFusionTool(BaseTool[InterpreterSession | None]):
     def resource(self) -> str:
         """Name of the limited resource, as `toolroll limiter status` shows it."""
         return self._sandbox.resource
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if variables last from one call to the next."""
+        return self.settings.stateful
 
     def new_state(self, **_: Any) -> InterpreterSession | None:
         """Return an interpreter session if the tool is stateful.
@@ -155,7 +162,7 @@ class SandboxFusionTool(BaseTool[InterpreterSession | None]):
 
 def _metrics(result: RunResult) -> dict[str, Any]:
     execution = result.execution
-    return {
+    metrics = {
         "outcome": str(execution.outcome),
         "exit_status": execution.return_code,
         "queue_wait": result.waited,
@@ -166,3 +173,6 @@ def _metrics(result: RunResult) -> dict[str, Any]:
         "stderr_bytes": len(execution.stderr.encode()),
         "truncated": execution.stdout_truncated or execution.stderr_truncated,
     }
+    if execution.outcome is ExecutionOutcome.TIMEOUT and result.is_shortened:
+        metrics["ended_by_deadline"] = True
+    return metrics

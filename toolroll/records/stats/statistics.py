@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from toolroll.errors import Fault
 from toolroll.records.record import Record, number, program_outcome
+from toolroll.records.stats.alarms import AlarmCounts, RunAlarms
 from toolroll.records.stats.histogram import Histogram
 
 MAX_ERROR_KINDS = 1000
@@ -138,6 +139,8 @@ class StepStats(_MergeableStats):
     tokens: RunningMean = field(default_factory=RunningMean)
     seconds: Histogram = field(default_factory=Histogram)
     calls: ToolCallStats = field(default_factory=ToolCallStats)
+    alarm_counts: AlarmCounts = field(default_factory=AlarmCounts)
+    """Counts for the alarms of a run."""
     finish_counts: Counter[str] = field(default_factory=Counter)
     """Number of samples by finish reason."""
     finish_scores: dict[str, RunningMean] = field(default_factory=dict)
@@ -149,6 +152,7 @@ class StepStats(_MergeableStats):
         self.samples += 1
         self.infra += summary.outcome == "infra"
         self.turns += summary.turns
+        self.alarm_counts.merge(AlarmCounts.of_record(record))
         self.call_count += summary.calls
         reason = summary.finish_reason or "unknown"
         self.finish_counts[reason] += 1
@@ -175,6 +179,7 @@ class StepStats(_MergeableStats):
             "turns": self.turns,
             "tokens": self.tokens.as_dict(),
             "seconds": self.seconds.as_dict(),
+            "shares": self.alarm_counts.shares(),
             **self.calls.as_dict(),
             "calls": self.call_count,
             "finish_reasons": dict(self.finish_counts.most_common()),
@@ -193,12 +198,14 @@ class RunStats:
         self.tools: dict[str, ToolCallStats] = defaultdict(ToolCallStats)
         self.error_kinds: Counter[tuple[str, str]] = Counter()
         """Number of failed calls, by fault attribution and kind of error."""
+        self._samples_per_prompt = 1
         for record in records:
             self.add(record)
 
     def add(self, record: Record) -> None:
         """Add a sample."""
         self.steps[record.step].add(record)
+        self._samples_per_prompt = max(self._samples_per_prompt, (record.sample or 0) + 1)
         for call in record.calls:
             name = call.get("tool")
             self.tools[name if isinstance(name, str) else "(none)"].add(call)
@@ -212,6 +219,17 @@ class RunStats:
     def total(self) -> StepStats:
         """Statistics of all samples."""
         return merge_stats(self.steps.values())
+
+    def alarms(self) -> dict[int, list[str]]:
+        """Return the messages of the alarms that start in a step, by step."""
+        alarms, active, started = RunAlarms(self._samples_per_prompt), set[str](), {}
+        for step in sorted(step for step in self.steps if step is not None):
+            alarms.add(self.steps[step].alarm_counts)
+            messages = alarms.messages()
+            if new := [messages[name] for name in messages if name not in active]:
+                started[step] = new
+            active = {*messages}
+        return started
 
     def ranges(self, max_ranges: int) -> list[tuple[list[int | None], StepStats]]:
         """Return the steps in order, merged into at most `max_ranges` ranges. Samples without a step come last."""
@@ -227,6 +245,7 @@ class RunStats:
             "total": self.total.as_dict(),
             "steps": [{"step": part[0], **stats.as_dict()} for part, stats in self.ranges(len(self.steps) or 1)],
             "tools": {name: calls.as_dict() for name, calls in self.tools.items()},
+            "alarms": [{"step": step, "messages": messages} for step, messages in self.alarms().items()],
             "faults": [{"fault": fault, "kind": kind, "count": count} for (fault, kind), count in kinds],
         }
 

@@ -1,8 +1,8 @@
 """Convert records to one Parquet file, for example for pandas or DuckDB.
 
 Each record is a row. Numbers, strings, token ids, messages, turns and calls have typed columns. Values without a fixed
-type are JSON in a string column: ground truth, arguments, metrics, rewards, and in `extra` all other fields of the
-line. Lone surrogates, which Parquet cannot store, become U+FFFD.
+type are JSON in a string column: ground truth, arguments, metrics, rewards, new scores, and in `extra` all other fields
+of the line. Lone surrogates, which Parquet cannot store, become U+FFFD.
 
 The file is written in row groups of bounded size, and replaces an existing file only when it is complete.
 """
@@ -52,9 +52,9 @@ ToType = Callable[[Any], Any]
 """Function that converts the values of a column. It also determines the column's type."""
 ColumnTypes = Mapping[str, ToType]
 RECORD_COLUMNS: ColumnTypes = {
-    "input": _text, "output": _text, "gts": _json, "score": number, "step": _int64, "sample": _int64, "seconds": number,
-    "request_id": _text, "group": _text, "finish_reason": _text, "outcome": _text, "fidelity": _text,
-    "logprobs_mode": _text, "error": _text,
+    "input": _text, "output": _text, "gts": _json, "score": number, "step": _int64, "sample": _int64,
+    "started_at": number, "seconds": number, "request_id": _text, "group": _text, "finish_reason": _text,
+    "outcome": _text, "fidelity": _text, "logprobs_mode": _text, "error": _text,
 }  # fmt: skip
 MESSAGE_COLUMNS: ColumnTypes = {
     "role": _text, "content": _text, "reasoning_content": _text,
@@ -62,12 +62,12 @@ MESSAGE_COLUMNS: ColumnTypes = {
 }  # fmt: skip
 TURN_COLUMNS: ColumnTypes = {
     "turn": _int64, "tokens": _int64, "finish": _text, "weight_version": _text,
-    "seconds": number, "queue": number, "cached_tokens": _int64, "attempts": _int64,
+    "start": number, "seconds": number, "queue": number, "cached_tokens": _int64, "attempts": _int64,
 }  # fmt: skip
 CALL_COLUMNS: ColumnTypes = {
     "turn": _int64, "tool": _text, "arguments": _text, "answer": _text, "fault": _text, "error": _text,
-    "reward": number, "seconds": number, "queue_wait": number, "execution_time": number, "attempts": _int64,
-    "metrics": _json,
+    "reward": number, "start": number, "seconds": number, "queue_wait": number, "execution_time": number,
+    "attempts": _int64, "metrics": _json,
 }  # fmt: skip
 SPAN_COLUMNS: ColumnTypes = {"author": _text, "turn": _int64, "start": _int64, "end": _int64, "weight_version": _text}
 
@@ -147,7 +147,7 @@ def _schema(pa: Any) -> Any:
         typed(RECORD_COLUMNS)
         | tokens
         | {name: pa.list_(pa.struct(struct)) for name, struct in (lists | {"earlier": tokens}).items()}
-        | {"rewards": pa.string(), "extra": pa.string()}
+        | {"rewards": pa.string(), "rescored": pa.string(), "extra": pa.string()}
     )
 
 
@@ -168,6 +168,7 @@ def _row(record: Record) -> dict[str, Any]:
         "turns": [_turn(turn) for turn in record.turns],
         "calls": [_call(call) for call in record.calls],
         "rewards": _json(record.rewards),
+        "rescored": _json(record.rescored or None),
         "extra": _json({**extra, **others} if isinstance(extra, dict) else others),
     }
 

@@ -1,0 +1,1 @@
+"""Conversion of records to other formats."""

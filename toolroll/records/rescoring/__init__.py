@@ -1,0 +1,1 @@
+"""Compute rewards of recorded trajectories again."""

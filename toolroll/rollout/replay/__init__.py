@@ -1,0 +1,1 @@
+"""Rollouts whose tool results, and whose sampled tokens, come from a recording."""

@@ -1,0 +1,1 @@
+"""Cache of the results of pure tools, which all processes of a cluster share."""
