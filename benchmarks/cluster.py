@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 import ray
 from ray.cluster_utils import Cluster
+from report import report
 
 from toolroll.rollout.distributed.worker_pool import local_actor
 from toolroll.rollout.engines.scripted import ScriptedEngine
@@ -198,7 +199,7 @@ async def measure(quick: bool, model: str) -> dict[str, float]:
         return figures | await ray.remote(num_cpus=0)(reading).remote(quick, scratch)
 
 
-def main() -> int:
+def main() -> None:
     """Measure, print the figures, and check the bounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
@@ -220,16 +221,8 @@ def main() -> int:
     finally:
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]
-    broken = [name for name, holds in BOUNDS.items() if not holds(figures[name])]
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:32} {value:>12,}")
-    for name in broken:
-        print(f"out of bounds: {name} = {figures[name]}", file=sys.stderr)
-    return 1 if broken else 0
+    report(figures, BOUNDS, as_json=options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -320,9 +320,8 @@ def main() -> None:
     else:
         for name, value in report.items():
             print(f"{name:24} {value:.2f}" if isinstance(value, float) else f"{name:24} {value}")
-    exceeded = [name for name, is_met in BOUNDS.items() if not is_met(report[name])]
-    if exceeded:
-        sys.exit(f"bounds exceeded: {', '.join(exceeded)}")
+    if exceeded := [f"{name} = {report[name]}" for name, is_met in BOUNDS.items() if not is_met(report[name])]:
+        sys.exit(f"out of bounds: {', '.join(exceeded)}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import asyncio
 import base64
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ import numpy as np
 import PIL.Image
 from model_zoo import MODELS, ModelZoo
 from real_engine import RealEngine, environment, real_engine, real_vllm
+from report import report
 
 from toolroll import BaseTool, Rollout, SGLangEngine, ToolResponse, ToolResult, Trajectory, VLLMEngine
 from toolroll.rollout.chat.formats import load_rendering
@@ -48,7 +49,13 @@ ENGINES: dict[str, tuple[type[Any], Callable[[Path, str], AbstractContextManager
     "sglang": (SGLangEngine, real_engine),
     "vllm": (VLLMEngine, real_vllm),
 }
-MAX_DIFFERENCE, MIN_DIFFERENCE_BLANK = 1e-4, 0.1
+BOUNDS: dict[str, Callable[[float], bool]] = {
+    "prompts_identical": lambda value: value == TRAJECTORIES * TURNS,
+    "first_difference": lambda value: value <= 1e-4,
+    "vllm_max_difference": lambda value: value <= 1e-4,
+    "min_difference_blank": lambda value: value >= 0.1,
+}
+"""Bounds by the end of a figure's name."""
 
 
 def picture(seed: int) -> PIL.Image.Image:
@@ -171,7 +178,7 @@ def measure(name: str, model_dir: Path, python: str) -> dict[str, Any]:
     return counts | compare(trajectories, score(python, model_dir, trajectories))
 
 
-def main() -> int:
+def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINES, help="default: both")
@@ -185,25 +192,14 @@ def main() -> int:
         [model] = [model for model in MODELS if model.name == "Qwen3-VL-4B-Instruct"]
         tokenizer_dir = ModelZoo().directory(model)
         subprocess.run([python, str(VISION_MODEL), "make", str(tokenizer_dir), str(model_dir)], check=True)
-        for name in [options.engine] if options.engine else ENGINES:
-            figures |= {f"{name}_{key}": value for key, value in measure(name, model_dir, python).items()}
-    broken = [
-        key
-        for key, value in figures.items()
-        if (key.endswith("prompts_identical") and value != TRAJECTORIES * TURNS)
-        or (key.endswith("first_difference") and value > MAX_DIFFERENCE)
-        or (key == "vllm_max_difference" and value > MAX_DIFFERENCE)
-        or (key.endswith("min_difference_blank") and value < MIN_DIFFERENCE_BLANK)
-    ]
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        for key, value in figures.items():
-            print(f"{key:28} {value:>12,.6g}")
-    for key in broken:
-        print(f"out of bounds: {key} = {figures[key]}", file=sys.stderr)
-    return 1 if broken else 0
+        names = [options.engine] if options.engine else list(ENGINES)
+        with ThreadPoolExecutor() as pool:  # each engine uses one core, and takes minutes
+            measurements = {name: pool.submit(measure, name, model_dir, python) for name in names}
+        for name, measured in measurements.items():
+            figures |= {f"{name}_{key}": value for key, value in measured.result().items()}
+    bounds = {key: is_within for key in figures for end, is_within in BOUNDS.items() if key.endswith(end)}
+    report(figures, bounds, as_json=options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

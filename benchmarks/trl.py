@@ -19,12 +19,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from report import report
 
 ROOT = Path(__file__).parent.parent
 BOUNDS: dict[str, Callable[[float], bool]] = {
@@ -153,7 +154,7 @@ def _run_setup(script: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in output.split())
 
 
-def main() -> int:
+def main() -> None:
     """Print the figures and check the bounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run half as many calls in TRL's loop")
@@ -162,18 +163,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.inside:
         print(json.dumps(measure_in_environment(options.inside, options.quick)))
-        return 0
+        return
     figures = measure(options.quick)
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:24} {value:>12,}")
-    violated = [name for name, holds in BOUNDS.items() if not holds(figures[name])]
-    for name in violated:
-        print(f"Out of bounds: {name} = {figures[name]}", file=sys.stderr)
-    return 1 if violated else 0
+    report(figures, BOUNDS, as_json=options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -80,7 +80,8 @@ def make(tokenizer_dir: Path, model_dir: Path) -> None:
     shared: dict[str, Any] = {"tie_word_embeddings": True, "dtype": "float32"}
     text = {**TEXT, **shared, "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>")}
     torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=VISION, **shared, **ids))
+    make_model: Any = Qwen3VLForConditionalGeneration  # without types in some versions
+    model = make_model(Qwen3VLConfig(text_config=text, vision_config=VISION, **shared, **ids))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

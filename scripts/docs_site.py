@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import json
@@ -22,6 +23,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 import toolroll
+from toolroll.run.reporting.metrics import RUN_METRICS, RunMetric
 
 ROOT = Path(__file__).parent.parent
 REPOSITORY = "https://github.com/toolroll/toolroll/blob/main/"
@@ -33,6 +35,7 @@ API_GROUPS = {
     "Rewards": ("rewards",),
     "Runs": ("run",),
     "Records": ("records",),
+    "Tracing": ("tracing",),
     "Errors": ("errors",),
 }
 """Headings of the API page, with the packages whose exported names belong there."""
@@ -48,7 +51,10 @@ SETTINGS = {
     "toolroll.run.config.RunConfig": "The YAML file of `toolroll run`, and its `KEY=VALUE` arguments.",
     "toolroll.tools.sandbox_fusion_tool.SandboxFusionSettings": "`config` of the code interpreter in a tool config.",
     "toolroll.tools.base_tool.ToolSettings": "`config` that every tool in a tool config has.",
-    "toolroll.rewards.grader.GraderSettings": "Arguments of `CodeGrader`, and of the reward function `code_contest`.",
+    "toolroll.tools.mcp.settings.McpServerSettings": "`config` of an entry with `type: mcp` in a tool config.",
+    "toolroll.tools.cache_settings.CacheSettings": "`cache` of a tool in a tool config.",
+    "toolroll.limiter.settings.ResourceLimits": "`limits` of a tool, of a reward function and of the engine.",
+    "toolroll.rewards.grader.GraderSettings": "Arguments of `CodeGrader`, and of reward functions like `code_tests`.",
     "toolroll.sandbox.server.settings.ServerSettings": "Options of `toolroll sandbox serve`.",
     "toolroll.integrations.verl.settings.AgentSettings": "The agent loop's entry in verl's agent loop config.",
 }
@@ -130,6 +136,8 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, 
     docs, types = _attribute_docs(model), _attribute_types(model)
     for name, field in model.model_fields.items():
         nested = field.annotation
+        if field.exclude:  # not written by users
+            continue
         if inspect.isclass(nested) and issubclass(nested, BaseModel):
             yield from _keys(nested, f"{prefix}{name}.")
         else:
@@ -172,14 +180,25 @@ def _attribute_types(model: type) -> dict[str, str]:
 
 def metrics_page() -> str:
     """Return the page with all Prometheus metrics."""
-    lines = ["# Metrics", "", "The sandbox server exports its metrics at `/metrics`, workers on a cluster through Ray."]
+    lines = ["# Metrics", ""]
+    lines += ["The sandbox server and `toolroll run` export metrics at `/metrics`, workers and limiters through Ray."]
+    sections = {"Run": [_run_metric(metric) for metric in RUN_METRICS]}
     for title, file, prefix in (
-        ("Sandbox server", "sandbox/server/api", "toolroll_sandbox_"),
+        ("Sandbox server", "sandbox/server/hub", "toolroll_sandbox_"),
         ("Workers of a cluster", "rollout/distributed", "ray_"),
+        ("Limiters of a cluster", "limiter", "ray_"),
     ):
-        rows = sorted(row for path in (ROOT / "toolroll" / file).glob("*.py") for row in _metrics(path, prefix))
+        paths = (ROOT / "toolroll" / file).glob("*.py")
+        sections[title] = sorted(row for path in paths for row in _metrics(path, prefix))
+    for title, rows in sections.items():
         lines += ["", f"## {title}", "", *_table(("metric", "type", "labels", "meaning"), rows)]
     return "\n".join(lines) + "\n"
+
+
+def _run_metric(metric: RunMetric) -> tuple[str, str, str, str]:
+    total = "_total" if metric.kind == "counter" else ""
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"`toolroll_{metric.name}{total}`", metric.kind, labels, metric.description
 
 
 def _metrics(path: Path, prefix: str) -> Iterator[tuple[str, str, str, str]]:
@@ -191,7 +210,7 @@ def _metrics(path: Path, prefix: str) -> Iterator[tuple[str, str, str, str]]:
         if kind in ("counter", "gauge", "histogram"):
             name, meaning = ast.literal_eval(node.args[0]), ast.literal_eval(node.args[1])
             tags = [word.value for word in node.keywords if word.arg == "tag_keys"]
-            labels = [*node.args[2:3], *tags][:1] if kind == "counter" else []
+            labels = tags or (node.args[2:3] if kind == "counter" else [])
             shown = ", ".join(f"`{label}`" for found in labels for label in ast.literal_eval(found))
             total = "_total" if kind == "counter" else ""
             yield f"`{prefix}{name}{total}`", kind, shown, meaning
@@ -264,4 +283,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 if __name__ == "__main__":
-    write_pages(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write the generated reference pages.")
+    parser.add_argument("directory", type=Path, help="directory of the pages, for example docs")
+    write_pages(parser.parse_args().directory)

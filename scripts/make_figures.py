@@ -1,8 +1,12 @@
 """Run the benchmarks and update the figures and pictures of the documentation: `make figures`.
 
-A table of figures is placed between `<!-- figures: SCRIPT -->` and `<!-- end of figures -->`.
+    python scripts/make_figures.py [BENCHMARK...]
+
+By default, all benchmarks run, which takes about an hour on a machine that does nothing else. A table of figures is
+placed between `<!-- figures: SCRIPT -->` and `<!-- end of figures -->`.
 """
 
+import argparse
 import io
 import json
 import re
@@ -101,11 +105,19 @@ def picture(name: str, lines: list[str]) -> None:
 
 
 def main() -> None:
-    """Update all pictures and figures."""
-    for name, lines in PICTURES.items():
+    """Update the figures of the named benchmarks, or all figures and pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help="for example limiter")
+    names = parser.parse_args().benchmarks
+    for name, lines in PICTURES.items() if not names else ():
         picture(name, lines)
+
+    def update(block: re.Match[str]) -> str:
+        is_chosen = not names or Path(block[2]).stem in names
+        return block[1] + table(block[2]) + block[3] if is_chosen else block[0]
+
     page = ROOT / "docs/benchmarks.md"
-    page.write_text(FIGURES_BLOCK.sub(lambda found: found[1] + table(found[2]) + found[3], page.read_text()))
+    page.write_text(FIGURES_BLOCK.sub(update, page.read_text()))
     update_main_figures()
 
 

@@ -1,4 +1,4 @@
-"""Run the lanes of the test suite, and print how many tests each had and how long it took.
+"""Run the lanes of the test suite, and print how many tests each had, how long it took and what failed.
 
 A lane is a marker of pytest (see `markers` in pyproject.toml); `engines` is several, and `bench` runs the benchmarks.
 Lanes run in parallel if the machine has enough cores. What follows `--` is passed to pytest:
@@ -21,32 +21,47 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("tools", "limiter", "sandbox", "rewards", "rollout", "records", "cluster", "trl", "formats", "images")
+BENCHMARKS = (
+    "tools",
+    "mcp_client",
+    "limiter",
+    "sandbox",
+    "rewards",
+    "rollout",
+    "records",
+    "replay",
+    "cluster",
+    "trl",
+    "formats",
+    "images",
+)
 CORES = os.cpu_count() or 1
 # Lanes that share a server of SGLang, which takes a minute to start.
 ENGINES = ("sglang", "trl", "verl")
 # Number of cores that a lane uses. Those that measure time use all, so that nothing runs beside them.
-LANES = dict.fromkeys(("unit", "process", "viewer", "sandbox", "ray", "engines", *ENGINES, "e2e"), 2)
+LANES = dict.fromkeys(("unit", "process", "viewer", "sandbox"), 2)
+LANES |= dict.fromkeys(("ray", "engines", *ENGINES, "e2e"), 1)  # these wait, often for an engine with one thread
 LANES |= {"timing": CORES, "bench": CORES}
-# Lanes with two test processes. The others share one Ray cluster or one engine, which use the second core.
+# Lanes with two test processes. The others share one Ray cluster or one engine.
 IN_PARALLEL = ("unit", "process", "viewer", "sandbox")
 NO_TESTS_COLLECTED = 5
 
 
 @dataclass
 class Result:
-    """Counts and duration of one lane."""
+    """Counts and duration of one lane, and the names of what failed in it."""
 
     lane: str
     tests: int = 0
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
 
 
 class FreeCores:
@@ -77,15 +92,22 @@ def run_tests(lane: str, options: list[str], output: IO[bytes] | None) -> Result
     command = [Path(sys.executable).with_name("pytest"), *(f"--lane={marker}" for marker in markers), *options]
     if lane in IN_PARALLEL:
         command += ["--numprocesses", str(LANES[lane]), "--dist", "loadfile"]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         report = Path(directory) / "report.xml"
         command += [f"--junitxml={report}"]
-        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode
-        counts = ET.parse(report).getroot()[0].attrib if report.exists() else {}
-    failed = int(counts.get("failures", 0)) + int(counts.get("errors", 0))
-    if status not in (0, NO_TESTS_COLLECTED):
-        failed = max(failed, 1)
-    return Result(lane, int(counts.get("tests", 0)), failed, int(counts.get("skipped", 0)))
+        # Ray joins the latest cluster whose address it finds in this directory, also that of another lane.
+        environment = {**os.environ, "RAY_TMPDIR": directory}
+        status = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, env=environment).returncode
+        suite = ET.parse(report).getroot()[0] if report.exists() else ET.Element("testsuite")
+    failures = [
+        f"{case.get('classname')}.{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    if status not in (0, NO_TESTS_COLLECTED) and not failures:
+        failures = [f"pytest exited with status {status}"]
+    counts = suite.attrib
+    return Result(lane, int(counts.get("tests", 0)), len(failures), int(counts.get("skipped", 0)), failures=failures)
 
 
 def run_benchmarks(output: IO[bytes] | None) -> Result:
@@ -93,7 +115,12 @@ def run_benchmarks(output: IO[bytes] | None) -> Result:
     result = Result("bench", tests=len(BENCHMARKS))
     for name in BENCHMARKS:
         command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--quick", "--json"]
-        result.failed += subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode != 0
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        os.write(sys.stdout.fileno() if output is None else output.fileno(), done.stdout)
+        if done.returncode:
+            lines = done.stdout.decode(errors="replace").splitlines() or [f"exited with status {done.returncode}"]
+            result.failed += 1
+            result.failures.append(f"{name}: {lines[-1]}")
     return result
 
 
@@ -161,6 +188,9 @@ def main() -> int:
     began = time.monotonic()
     results = [run_lane(lanes[0], options, None)] if len(lanes) == 1 else run_lanes(lanes, options)
     print("\n" + table(results, time.monotonic() - began), flush=True)
+    for result in results:
+        for failure in result.failures:
+            print(f"failed in {result.lane}: {failure}", flush=True)
     return int(any(result.failed for result in results))
 
 
