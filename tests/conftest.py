@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,25 @@ def lane_of(item: pytest.Item) -> str:
     return next((marker.name for marker in item.iter_markers() if marker.name in LANES), "unit")
 
 
+@cache
+def has_marker(file: Path, lane: str) -> bool:
+    """Return True if the text of a file has the marker of a lane."""
+    return f"mark.{lane}" in file.read_text(encoding="utf-8")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with a marker of the lanes: importing all files takes longer than the tests of some lanes."""
+    lanes = config.getoption("lane")
+    if not lanes or "unit" in lanes or not collection_path.name.startswith("test_") or collection_path.is_dir():
+        return None
+    return None if any(has_marker(collection_path, lane) for lane in lanes) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep only the tests of the lanes."""
+    """Keep only the tests of the lanes. A marker that a lane would not find by the text of the file is an error."""
+    for item in items:
+        if (lane := lane_of(item)) != "unit" and not has_marker(item.path, lane):
+            raise pytest.UsageError(f"{item.nodeid}: write its marker as `pytest.mark.{lane}` in the file.")
     if lanes := config.getoption("lane"):
         config.hook.pytest_deselected(items=[item for item in items if lane_of(item) not in lanes])
         items[:] = [item for item in items if lane_of(item) in lanes]

@@ -1,5 +1,6 @@
 """Commands, files, links and generated tables of the documentation work as printed."""
 
+import os
 import re
 import urllib.request
 from importlib import import_module
@@ -8,12 +9,16 @@ from pathlib import Path
 import doc_page
 import pytest
 from cli.test_output import COMMANDS
+from collector import Collector
+from mcp_servers import server_program
 from real_engine import RealEngine
+from record_samples import trajectory
 from typer.testing import CliRunner
 
 import toolroll
 from toolroll import FinishReason, Limits, RunConfig, SandboxFusionTool, ServerSettings, initialize_tools_from_config
 from toolroll.cli.app import app
+from toolroll.records.writer import RecordWriter
 
 PAGES = [
     "docs/tools.md",
@@ -22,6 +27,8 @@ PAGES = [
     "docs/code-interpreter.md",
     "docs/rewards.md",
     "docs/records.md",
+    "docs/rescoring.md",
+    "docs/replay.md",
     "docs/get-started/demo.md",
     "docs/operations/monitoring.md",
 ]
@@ -55,6 +62,24 @@ def test_page_works_as_printed(name: str, root: Path, tmp_path: Path) -> None:
     assert commands
     for command in commands:
         assert doc_page.trimmed(doc_page.run(command, tmp_path)) == doc_page.trimmed(command.output), command.line
+
+
+@pytest.mark.process
+def test_tracing_page_works_as_printed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RecordWriter(tmp_path / "rollouts") as writer:
+        for number in range(64):
+            writer.append(trajectory(number), step=0)
+    with Collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        test_page_works_as_printed("docs/operations/tracing.md", root, tmp_path)
+    assert len([span for span in collector.spans if span.name == "invoke_agent"]) == 64
+
+
+@pytest.mark.process
+def test_page_with_mcp_servers_works_as_printed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = Path(server_program("mcp-server-filesystem")).parent
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    test_page_works_as_printed("docs/mcp.md", root, tmp_path)
 
 
 @pytest.mark.sglang
@@ -138,7 +163,8 @@ def scripts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("scripts")
 def test_tables_of_figures_are_up_to_date(root: Path) -> None:
     make_figures, make_scale = import_module("make_figures"), import_module("make_scale")
-    assert make_scale.table() in (root / "docs/scale.md").read_text(), "run scripts/make_scale.py"
+    for table in (make_scale.table(), make_scale.server_table()):
+        assert table in (root / "docs/scale.md").read_text(), "run scripts/make_scale.py"
     for page in ("README.md", "docs/benchmarks.md"):
         assert make_figures.main_table() in (root / page).read_text(), "run scripts/make_figures.py"
 

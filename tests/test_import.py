@@ -16,7 +16,7 @@ import json, sys, time
 
 class HeavyPackages:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("ray", "transformers", "torch"):
+        if name.partition(".")[0] in ("ray", "transformers", "torch", "opentelemetry"):
             raise ImportError(f"{name} was imported")
 
 sys.meta_path.insert(0, HeavyPackages())
@@ -54,7 +54,18 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 def test_command_line_loads_no_heavy_package() -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    heavy = {"aiohttp", "jsonschema", "numpy", "omegaconf", "pydantic", "ray", "textual", "torch", "transformers"}
+    heavy = {
+        "aiohttp",
+        "jsonschema",
+        "numpy",
+        "omegaconf",
+        "opentelemetry",
+        "pydantic",
+        "ray",
+        "textual",
+        "torch",
+        "transformers",
+    }
     assert heavy.isdisjoint(done.stdout.split())
 
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -17,6 +15,7 @@ from check_jsonschema.cli import main as check_jsonschema
 from click.testing import CliRunner
 
 import toolroll
+from toolroll.run.reporting.metrics import RUN_METRICS
 
 ROOT = Path(__file__).parent.parent
 KUBERNETES_VERSION = "1.33"
@@ -92,29 +91,33 @@ def test_ports_are_bound_to_loopback() -> None:
 
 def sandbox_metrics() -> set[str]:
     """Return the names of all series of a sandbox server, from its exposition text."""
-    from toolroll.sandbox.server.api.http_app import HttpApp
+    from toolroll.sandbox.server.hub.hub import Hub
     from toolroll.sandbox.server.settings import ServerSettings
 
-    executor: Any = SimpleNamespace(sessions=[], restarts=0)
-    text = HttpApp(ServerSettings(), executor).metrics.render().decode()
+    text = Hub(ServerSettings()).metrics.render().decode()
     names = set()
     for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE):
         names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"} if kind == "histogram" else {name}
     return names
 
 
-def ray_metrics() -> set[str]:
-    """Return the names of all metrics that workers export, with the prefix and suffix that Ray adds."""
-    source = (Path(toolroll.__file__).parent / "rollout/distributed/worker_pool.py").read_text()
+def ray_metrics(module: str) -> set[str]:
+    """Return the names of all metrics that a module exports, with the prefix and suffix that Ray adds."""
+    source = (Path(toolroll.__file__).parent / module).read_text()
     found = re.findall(r"\b(Counter|Gauge)\(\s*\"(\w+)\"", source)
     return {f"ray_{name}_total" if kind == "Counter" else f"ray_{name}" for kind, name in found}
+
+
+WORKER_METRICS = ray_metrics("rollout/distributed/worker_pool.py")
+LIMITER_METRICS = ray_metrics("limiter/token_bucket.py")
+RUN_METRIC_NAMES = {f"toolroll_{one.name}{'_total' if one.kind == 'counter' else ''}" for one in RUN_METRICS}
 
 
 def test_dashboard_uses_existing_metrics() -> None:
     dashboard = json.loads((ROOT / "docker/grafana/dashboards/toolroll.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     expressions += [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
-    metrics = sandbox_metrics() | ray_metrics()
+    metrics = sandbox_metrics() | WORKER_METRICS | LIMITER_METRICS | RUN_METRIC_NAMES
     used = [set(re.findall(r"\b(?:ray_)?toolroll_\w+", expression)) for expression in expressions]
     assert all(used)
     assert set().union(*used) - metrics == set()
@@ -124,7 +127,12 @@ def test_dashboard_uses_existing_metrics() -> None:
 
 def test_rollout_page_lists_all_ray_metrics() -> None:
     page = (ROOT / "docs/rollout.md").read_text()
-    assert set(re.findall(r"`(ray_toolroll_\w+)`", page)) == ray_metrics()
+    assert set(re.findall(r"`(ray_toolroll_\w+)`", page)) == WORKER_METRICS
+
+
+def test_limiter_page_lists_all_ray_metrics() -> None:
+    page = (ROOT / "docs/limiter.md").read_text()
+    assert set(re.findall(r"`(ray_toolroll_\w+)`", page)) == LIMITER_METRICS
 
 
 def test_ci_runs_every_lane() -> None:

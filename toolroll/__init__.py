@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolroll.errors import (
+        BudgetExhausted,
         ConfigError,
         DuplicateInstance,
         EngineRefused,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         LimiterUnavailable,
         MissingExtra,
         PolicyFault,
+        ReplayMiss,
         RunFailed,
         SandboxRefused,
         SandboxUnavailable,
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
         fault_of,
     )
     from toolroll.limiter.execution import ExecutionWorker, PoolMode, init_execution_pool
+    from toolroll.limiter.limited import charge, limited
     from toolroll.limiter.limiter import Limiter, LocalLimiter
     from toolroll.limiter.registry import get_limiter
-    from toolroll.limiter.slot_queue import Slot
+    from toolroll.limiter.settings import LimitRange, ResourceLimits
+    from toolroll.limiter.slot import Slot
     from toolroll.records.reader import read_records
+    from toolroll.records.recording import RecordDirectory
     from toolroll.records.writer import RecordWriter
     from toolroll.rewards.cases import read_cases
     from toolroll.rewards.grader import CodeGrader, GraderSettings
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from toolroll.rollout.gc_tuning import infrequent_full_gc
     from toolroll.rollout.limits import Limits
     from toolroll.rollout.prompt import Prompt
+    from toolroll.rollout.replay.recording import RecordedTrajectory, Recording, Replay
     from toolroll.rollout.reward import RewardRule
     from toolroll.rollout.rollout import Rollout
     from toolroll.rollout.trajectory import Fidelity, FinishReason, Rewards, Trajectory
@@ -63,23 +69,29 @@ if TYPE_CHECKING:
     from toolroll.sandbox.server.settings import ServerSettings
     from toolroll.schemas import FunctionCall, Message, OpenAIFunctionToolSchema, ToolCall, ToolResponse
     from toolroll.tools.base_tool import BaseTool, ToolResult, ToolSettings
+    from toolroll.tools.cache_settings import CacheSettings
     from toolroll.tools.function_tool import Hidden, tool
     from toolroll.tools.gsm8k_tool import Gsm8kTool
     from toolroll.tools.instance import ToolInstance
     from toolroll.tools.registry import initialize_tools_from_config
     from toolroll.tools.sandbox_fusion_tool import SandboxFusionTool
+    from toolroll.tracing.context import trace_headers
+    from toolroll.tracing.exporter import Tracing, start_tracing
 
 _NAMES_BY_MODULE = {
     "errors": (
-        "ConfigError DuplicateInstance EngineRefused EngineUnavailable Fault InfraFault InvalidArguments "
-        "LimiterUnavailable MissingExtra PolicyFault RunFailed SandboxRefused SandboxUnavailable SlotTimeout "
-        "ToolContractError ToolrollError UserCodeError fault_of"
+        "BudgetExhausted ConfigError DuplicateInstance EngineRefused EngineUnavailable Fault InfraFault "
+        "InvalidArguments LimiterUnavailable MissingExtra PolicyFault ReplayMiss RunFailed SandboxRefused "
+        "SandboxUnavailable SlotTimeout ToolContractError ToolrollError UserCodeError fault_of"
     ),
     "limiter.execution": "ExecutionWorker PoolMode init_execution_pool",
+    "limiter.limited": "charge limited",
     "limiter.limiter": "Limiter LocalLimiter",
     "limiter.registry": "get_limiter",
-    "limiter.slot_queue": "Slot",
+    "limiter.settings": "LimitRange ResourceLimits",
+    "limiter.slot": "Slot",
     "records.reader": "read_records",
+    "records.recording": "RecordDirectory",
     "records.writer": "RecordWriter",
     "rewards.cases": "read_cases",
     "rewards.grader": "CodeGrader GraderSettings",
@@ -93,6 +105,7 @@ _NAMES_BY_MODULE = {
     "rollout.gc_tuning": "infrequent_full_gc",
     "rollout.limits": "Limits",
     "rollout.prompt": "Prompt",
+    "rollout.replay.recording": "RecordedTrajectory Recording Replay",
     "rollout.reward": "RewardRule",
     "rollout.rollout": "Rollout",
     "rollout.trajectory": "Fidelity FinishReason Rewards Trajectory",
@@ -103,26 +116,30 @@ _NAMES_BY_MODULE = {
     "sandbox.server.settings": "ServerSettings",
     "schemas": "FunctionCall Message OpenAIFunctionToolSchema ToolCall ToolResponse",
     "tools.base_tool": "BaseTool ToolResult ToolSettings",
+    "tools.cache_settings": "CacheSettings",
     "tools.function_tool": "Hidden tool",
     "tools.gsm8k_tool": "Gsm8kTool",
     "tools.instance": "ToolInstance",
     "tools.registry": "initialize_tools_from_config",
     "tools.sandbox_fusion_tool": "SandboxFusionTool",
+    "tracing.context": "trace_headers",
+    "tracing.exporter": "Tracing start_tracing",
 }
 _MODULE_BY_EXPORT = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
 __all__ = [
-    "BaseTool", "ChatEngine", "ChatReply", "CodeGrader", "ConfigError", "DuplicateInstance", "EngineRefused",
-    "EngineUnavailable", "ExecutionWorker", "Fault", "Fidelity", "FinishReason", "FinishType", "FunctionCall",
-    "Generation", "GenerationTimings", "GraderSettings", "Gsm8kTool", "Hidden", "InfraFault", "InvalidArguments",
-    "Limiter", "LimiterUnavailable", "Limits", "LocalLimiter", "Message", "MissingExtra", "OpenAIEngine",
-    "OpenAIFunctionToolSchema", "PolicyFault", "PoolMode", "Prompt", "RecordWriter", "RewardRule", "Rewards",
-    "Rollout", "RolloutWorkers", "Run", "RunConfig", "RunFailed", "SGLangEngine", "SandboxClient", "SandboxFusionTool",
-    "SandboxRefused", "SandboxServer", "SandboxUnavailable", "ScriptedEngine", "ServerSettings", "Slot",
-    "SlotTimeout", "TokenEngine", "ToolCall", "ToolContractError", "ToolInstance", "ToolResponse", "ToolResult",
-    "ToolSettings", "ToolrollError", "Trajectory", "TransformersEngine",
-    "UserCodeError", "VLLMEngine", "fault_of", "get_limiter", "infrequent_full_gc",
-    "init_execution_pool", "initialize_tools_from_config", "read_cases", "read_records", "tool",
+    "BaseTool", "BudgetExhausted", "CacheSettings", "ChatEngine", "ChatReply", "CodeGrader", "ConfigError",
+    "DuplicateInstance", "EngineRefused", "EngineUnavailable", "ExecutionWorker", "Fault", "Fidelity", "FinishReason",
+    "FinishType", "FunctionCall", "Generation", "GenerationTimings", "GraderSettings", "Gsm8kTool", "Hidden",
+    "InfraFault", "InvalidArguments", "LimitRange", "Limiter", "LimiterUnavailable", "Limits", "LocalLimiter",
+    "Message", "MissingExtra", "OpenAIEngine", "OpenAIFunctionToolSchema", "PolicyFault", "PoolMode", "Prompt",
+    "RecordDirectory", "RecordWriter", "RecordedTrajectory", "Recording", "Replay", "ReplayMiss", "ResourceLimits",
+    "RewardRule", "Rewards", "Rollout", "RolloutWorkers", "Run", "RunConfig", "RunFailed", "SGLangEngine",
+    "SandboxClient", "SandboxFusionTool", "SandboxRefused", "SandboxServer", "SandboxUnavailable", "ScriptedEngine",
+    "ServerSettings", "Slot", "SlotTimeout", "TokenEngine", "ToolCall", "ToolContractError", "ToolInstance",
+    "ToolResponse", "ToolResult", "ToolSettings", "ToolrollError", "Tracing", "Trajectory", "TransformersEngine",
+    "UserCodeError", "VLLMEngine", "charge", "fault_of", "get_limiter", "infrequent_full_gc", "init_execution_pool",
+    "initialize_tools_from_config", "limited", "read_cases", "read_records", "start_tracing", "tool", "trace_headers",
 ]  # fmt: skip
 
 

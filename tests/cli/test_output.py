@@ -19,7 +19,7 @@ import toolroll.cli
 from toolroll.cli import app as cli
 from toolroll.cli import limiter, output, sandbox, sandbox_probe
 from toolroll.errors import PolicyFault
-from toolroll.limiter.ledger import LimiterStatus
+from toolroll.limiter.ledger.ledger import LimiterStatus
 from toolroll.records.writer import RecordWriter
 from toolroll.sandbox.execution import Execution, ExecutionOutcome
 from toolroll.sandbox.load_probe import LoadStep, ServerFacts
@@ -93,9 +93,11 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     (tmp_path / "bad.yaml").write_text(json.dumps({**config, EVIL: 1}))
     monkeypatch.setattr("toolroll.run.sample_worker.SAMPLE_RETRY_DELAYS_S", ())
-    status = LimiterStatus(**dict.fromkeys(LimiterStatus._fields, 1))
+    numbers: dict[str, Any] = dict.fromkeys(LimiterStatus._fields, 1)
+    amounts = {name: {EVIL: 1.0} for name in ("rates", "credit", "budgets", "spent")}
+    status = LimiterStatus(**{**numbers, **amounts, "max": 2, "reason": EVIL})
     monkeypatch.setattr(limiter, "_statuses", lambda address: {EVIL: status})
-    monkeypatch.setattr("toolroll.limiter.token_bucket.set_limit", lambda resource, limit: None)
+    monkeypatch.setattr("toolroll.limiter.token_bucket.set_limit", lambda *args, **kwargs: None)
     monkeypatch.setattr("toolroll.limiter.registry.remove_limiter", lambda resource: None)
     unset = dict.fromkeys(field.name for field in fields(Execution))
     given = {"outcome": ExecutionOutcome.FAILED, "stdout": f"{EVIL}\n", "stderr": EVIL}
@@ -131,8 +133,9 @@ COMMANDS: dict[str, list[list[str]]] = {
     "tools list": [["tools.yaml"], ["tools.yaml", "--json"]],
     "tools schema": [["tools.yaml"], ["tools.yaml", EVIL]],
     "tools call": [["tools.yaml", "good"], ["tools.yaml", "bad"], ["tools.yaml", "good", "--json"]],
+    "tools serve": [["tools.yaml", "--mcp", "--http", EVIL], [f"{EVIL}.yaml", "--mcp", "--http", "127.0.0.1:0"]],
     "limiter status": [[], ["--json"]],
-    "limiter set": [[EVIL, "3"], [f"{EVIL}2", "3"]],
+    "limiter set": [[EVIL, "3"], [f"{EVIL}2", "3"], [EVIL, "--budget", f"{EVIL}=3"], [EVIL, "--rate", EVIL]],
     "limiter remove": [[EVIL], [f"{EVIL}2"]],
     "sandbox serve": [[]],
     "sandbox run": [["rows.jsonl"], ["rows.jsonl", "--json"]],
@@ -140,6 +143,12 @@ COMMANDS: dict[str, list[list[str]]] = {
     "run": [["run.yaml"], ["run.yaml", "rollout_data_dir=run2", "--json"], ["bad.yaml"]],
     "records stats": [["records"], ["records", "--json"]],
     "records convert": [["records", f"{EVIL.replace('/', '')}.parquet"]],
+    "records export": [["records", "--otlp", EVIL]],
+    "records rescore": [
+        ["records", "--rewards", "EVIL.f"],
+        ["records", "--rewards", f"{EVIL}=math.floor"],
+        ["records", "--rewards", f"{EVIL}=math.floor", "--json"],
+    ],
     "records schema": [[]],
     "doctor": [[], [f"model{EVIL}"]],
     "view": [[f"records{EVIL}"]],

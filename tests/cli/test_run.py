@@ -31,6 +31,7 @@ from toolroll.cli.run_display import (
     status_panel,
     summary_tables,
 )
+from toolroll.records.stats.alarms import AlarmCounts, RunAlarms
 from toolroll.run.aggregates import RunAggregates, SampleOutcome
 from toolroll.run.status import RunRates, RunSnapshot
 
@@ -340,6 +341,7 @@ def test_another_server_at_the_address_is_recognised(config: Path, kind: str, an
         (["engine.kind=sglang", "engine.urls=http://127.0.0.1:9"], "Cannot connect to http://127.0.0.1:9 (engine)."),
         (["engine.kind=sglang", "engine.urls=http://u:pw@127.0.0.1:9"], "Cannot connect to http://***@127.0.0.1:9 ("),
         (["rewards.functions.right=toolroll.nothing"], "rewards.functions.right"),
+        (["rewards.functions.right=toolroll.errors"], "toolroll.errors is a module. Name a function."),
     ],
 )
 def test_config_error_is_printed_on_one_line(config: Path, arguments: list[str], message: str) -> None:
@@ -362,6 +364,17 @@ def render(renderable: Any, width: int = 80) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(renderable)
     return console.export_text()
+
+
+def test_alarms_are_shown() -> None:
+    alarms = RunAlarms()
+    for malformed in (5, 5, 5, 51):
+        alarms.add(AlarmCounts(samples=256, malformed=malformed))
+    message = "19.9 % samples with malformed tool calls, 2.0 % before"
+    alarmed = status(alarms=alarms.figures())
+    assert message in render(status_panel("run.yaml", alarmed, RunRates()))
+    assert f"alarm: {message}" in status_line(alarmed, RunRates())
+    assert "alarm" not in status_line(status(alarms=RunAlarms().figures()), RunRates())
 
 
 def test_unreachable_services_are_shown_and_the_estimate_pauses() -> None:

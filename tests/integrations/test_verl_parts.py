@@ -1,6 +1,7 @@
 """Tests of the parts of the verl adapter that do not need verl: settings, rows, engine, rewards, records."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolroll import ConfigError, Limits, Trajectory
+from toolroll import ConfigError, Limits, SandboxFusionTool, Trajectory
 from toolroll.errors import EngineRefused, EngineUnavailable, validate
 from toolroll.images import ImageSpan, read_image
 from toolroll.integrations.summary import lost_fraction
@@ -31,6 +32,7 @@ from toolroll.integrations.verl.sample import (
 )
 from toolroll.integrations.verl.server_engine import VerlServerEngine, finish_type
 from toolroll.integrations.verl.settings import AgentSettings, RewardWeights, resolve_limits
+from toolroll.integrations.verl.toolbox import add_tools, convert_tools
 from toolroll.records import reader
 from toolroll.rollout.engines.base import FinishType, GenerationTimings
 from toolroll.rollout.tokens import TokenStream
@@ -490,3 +492,25 @@ def test_missing_verl_names_extra() -> None:
     program = "import sys\nsys.modules['verl'] = None\nfrom toolroll.integrations.verl import ToolrollAgentLoop"
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "pip install 'toolroll[verl]'" in completed.stderr
+
+
+def test_tools_that_verl_cannot_load_are_added(root: Path) -> None:
+    config = str(root / "examples/gsm8k/tool_config.yaml")
+    [checker] = add_tools([], config)
+    assert add_tools([checker], None) == [checker]
+    with pytest.raises(ConfigError, match="verl has loaded a tool with the same name, 'calc_gsm8k_reward'"):
+        add_tools([checker], config)
+
+
+def test_cache_of_a_converted_tool(tmp_path: Path) -> None:
+    """The path is relative to the config file. A tool written for verl may keep state."""
+    config = tmp_path / "tools.yaml"
+    settings = {"sandbox_fusion_url": "http://127.0.0.1:8080"}
+    entry = {"class_name": "toolroll.SandboxFusionTool", "config": settings, "cache": {"path": "results.sqlite"}}
+    config.write_text(json.dumps({"tools": [entry]}))
+    native = SandboxFusionTool(settings)
+    [converted] = convert_tools([native], str(config))
+    assert converted.cache is not None
+    assert converted.cache.path == str(tmp_path / "results.sqlite")
+    with pytest.raises(ConfigError, match="cache: results of 'code_interpreter' may depend on the trajectory"):
+        convert_tools([SimpleNamespace(tool_schema=native.tool_schema)], str(config))

@@ -18,7 +18,7 @@ from toolroll.rollout.distributed.dispatch import (
     WorkerLease,
     WorkItem,
 )
-from toolroll.rollout.distributed.worker import Worker
+from toolroll.rollout.distributed.worker import ItemCancelled, Worker
 
 pytestmark = pytest.mark.virtual_time
 
@@ -177,6 +177,21 @@ async def test_item_that_ends_too_late_to_be_committed_is_done_again(fraction: f
     await coordinator.close()
 
 
+async def test_item_that_cancels_itself_stops_the_worker() -> None:
+    coordinator = CountingCoordinator(3)
+
+    async def execute(number: int) -> None:
+        if number == 1:
+            raise asyncio.CancelledError
+
+    async def commit(worker: str, number: int, result: None) -> None: ...
+
+    async with asyncio.timeout(10 * WORKER_LEASE_S):
+        with pytest.raises(ItemCancelled, match="Work item 1: "):
+            await Worker(coordinator, execute, commit, capacity=2).run()
+    await coordinator.close()
+
+
 class Cluster(RuleBasedStateMachine):
     """Workers that register, work, stop responding, die after a commit, come back and report late."""
 
@@ -272,3 +287,17 @@ class Cluster(RuleBasedStateMachine):
 
 TestCluster = Cluster.TestCase
 TestCluster.settings = settings(max_examples=scaled(100), stateful_step_count=40, deadline=None)
+
+
+def test_stopped_dispatch_assigns_no_more_items() -> None:
+    dispatch = Dispatch(iter([WorkItem(number, number) for number in range(9)]), workers=2)
+    for worker in ("a", "b"):
+        dispatch.register(worker, now=0.0)
+        assert len(dispatch.take(worker, 2, now=0.0)) == 2
+    dispatch.stop()
+    assert dispatch.take("a", 2, now=0.0) == []
+    assert not dispatch.is_finished, "assigned items are completed"
+    dispatch.deregister("b")
+    for item in list(dispatch.workers["a"].held):
+        assert dispatch.complete("a", item)
+    assert dispatch.is_finished

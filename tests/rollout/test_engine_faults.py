@@ -289,6 +289,17 @@ async def test_calls_move_when_server_dies() -> None:
         assert {(await call).endpoint for call in calls} == {other.url}
 
 
+async def test_hung_server_does_not_delay_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_engine_module, "PROBE_TIMEOUT_S", 0.3)
+    models = answer(body={"data": [{"id": "m", "max_model_len": 108}]})
+    servers = FaultServer([models]), FaultServer([hang()])
+    async with servers[0] as server, servers[1] as hung, engine_of(server.url, hung.url) as engine:
+        began = time.monotonic()
+        assert {await engine.context_length() for _ in range(10)} == {100}
+        assert time.monotonic() - began < 0.3 + SLACK
+        assert len(hung.heads) == 1
+
+
 async def test_waiting_calls_leave_dead_server(black_hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine_module, "ENGINE", replace(http_engine_module.ENGINE, connect_timeout_s=0.5))
     async with FaultServer([OK]) as other, engine_of(black_hole, other.url, max_connections=1) as engine:

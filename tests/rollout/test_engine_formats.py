@@ -159,6 +159,15 @@ async def test_conversation_is_sent_with_tool_calls() -> None:
     ]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1,', "[1]", "", "[" * 100_000])
+async def test_invalid_arguments_are_not_sent_back(arguments: str) -> None:
+    calls = [ToolCall(id="c", function=FunctionCall(name="add", arguments=arguments))]
+    answer = Message(role="tool", content="The arguments are not valid JSON.", tool_call_id="c")
+    conversation = [*HELLO, Message(role="assistant", tool_calls=calls), answer]
+    _, sent, _ = await chat({"message": {"content": "Two."}, "finish_reason": "stop"}, conversation)
+    assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
 ANY_CALL = {"name": "add", "arguments": f'{{"a": {10**30}, "é": "\ufffd"}}'}
 
 
@@ -169,6 +178,7 @@ ANY_CALL = {"name": "add", "arguments": f'{{"a": {10**30}, "é": "\ufffd"}}'}
         ("length", FinishType.LENGTH),
         ("abort", FinishType.ABORT),
         ("eos", FinishType.STOP),
+        ("content_filter", FinishType.STOP),
         (None, FinishType.STOP),
     ],
 )

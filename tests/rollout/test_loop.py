@@ -92,22 +92,25 @@ async def test_sampled_ids_are_unchanged_and_rest_is_masked(model: Model) -> Non
 
 
 @pytest.mark.parametrize(
-    ("turn", "answer"),
+    ("turn", "answer", "is_malformed"),
     [
-        ("<tool_call>\n{not json}\n</tool_call>", "JSON"),
-        ('<tool_call>\n{"arguments": {}}\n</tool_call>', "name"),
-        (call("cuont", to=1), "Did you mean 'count'"),
-        (call("count", to="three"), "'to' must be an integer"),
-        (call("count"), "'to' is missing"),
-        (call("count", to=-1), "Count up, not down."),
+        ("<tool_call>\n{not json}\n</tool_call>", "JSON", True),
+        ('<tool_call>\n{"arguments": {}}\n</tool_call>', "name", True),
+        (call("cuont", to=1), "Did you mean 'count'", True),
+        (call("count", to="three"), "'to' must be an integer", True),
+        (call("count"), "'to' is missing", True),
+        (call("count", to=-1), "Count up, not down.", False),
     ],
 )
-async def test_invalid_call_is_answered_and_can_be_corrected(model: Model, turn: str, answer: str) -> None:
+async def test_invalid_call_is_answered_and_can_be_corrected(
+    model: Model, turn: str, answer: str, is_malformed: bool
+) -> None:
     counting = Counting()
     trajectory = await model.run([turn, call("count", to=2), "Done."], [counting])
     assert trajectory.finish_reason is FinishReason.STOP
     assert answer in str(trajectory.messages[2].content)
     assert trajectory.calls[0].fault == "policy"
+    assert trajectory.calls[0].metrics == ({"malformed": True} if is_malformed else {})
     assert trajectory.messages[4].content == "1 2", "the next call is executed"
     assert counting.seen == {"created": 1, "rewarded": 1, "released": 1}
 
@@ -122,6 +125,7 @@ async def test_surplus_calls_are_answered(model: Model) -> None:
     assert answers[4] == "1 2"
     assert all("At most 3 tool calls are allowed per conversation" in answer for answer in answers[5:])
     assert [one.fault for one in trajectory.calls] == [None, None, "policy", "policy", None, "policy", "policy"]
+    assert not any("malformed" in one.metrics for one in trajectory.calls)
 
 
 async def test_calls_of_one_turn_run_concurrently(model: Model) -> None:

@@ -5,12 +5,14 @@ The small model is guided by four examples of tool calls in the prompt. Its outp
 
 import asyncio
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mcp_servers import server_program
 from real_engine import RealEngine
 
 from toolroll import SandboxFusionTool
@@ -23,6 +25,7 @@ from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
 from toolroll.rollout.trajectory import Fidelity, FinishReason, Trajectory
 from toolroll.schemas import Message
+from toolroll.tools.mcp.mcp_tool import load_mcp_tools
 
 pytestmark = pytest.mark.sglang
 
@@ -154,6 +157,33 @@ async def test_end_of_context_is_length(sglang: RealEngine, rendering: Rendering
         (one,) = [one async for one in rollout.run([long])]
     assert (one.finish_reason, one.outcome) == (FinishReason.LENGTH, "ok"), one.error
     assert one.turns[0].tokens > 0
+
+
+async def test_mcp_tool_is_called_with_exact_tokens(sglang: RealEngine, rendering: Rendering) -> None:
+    settings = {"get-sum": {"name": "add", "description": "Add two numbers."}}
+    tools = load_mcp_tools({"type": "mcp", "command": server_program("mcp-server-everything"), "tools": settings})
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Add with the tool add."}]
+    for a, b in ((12, 30), (81, 19), (7, 56), (45, 28)):
+        function = {"name": "add", "arguments": {"a": a, "b": b}}
+        messages += [
+            question(f"{a} + {b}"),
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "content": f"The sum of {a} and {b} is {a + b}."},
+            {"role": "assistant", "content": f"{a} + {b} is {a + b}."},
+        ]
+    async with Rollout(
+        engine=SGLangEngine(sglang.url),
+        tools=tools,
+        rendering=rendering,
+        limits=Limits(max_response_len=400, max_assistant_turns=4),
+        sampling_params={"temperature": 0.0, "max_new_tokens": 80},
+    ) as rollout:
+        prompts = [[*messages, question(one)] for one in ("23 + 19", "31 + 44", "17 + 26", "52 + 7")]
+        trajectories = [one async for one in rollout.run(prompts)]
+    assert {one.fidelity for one in trajectories} == {Fidelity.EXACT}
+    answers = [call.answer for one in trajectories for call in one.calls if call.fault is None]
+    assert len(answers) >= 3, "with greedy sampling, the model adds with the tool"
+    assert all(re.fullmatch(r"The sum of \d+ and \d+ is \d+\.", answer) for answer in answers)
 
 
 def calls_as_text(expression: str) -> list[dict[str, Any]]:

@@ -1,12 +1,15 @@
 """Composition of rewards."""
 
 import math
+import threading
+from uuid import uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolroll.errors import InfraFault
+from toolroll.errors import BudgetExhausted, InfraFault
+from toolroll.limiter.limited import limited
 from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.trajectory import Rewards
 
@@ -43,3 +46,19 @@ async def test_functions_may_be_async_or_fail() -> None:
     assert scores == {"a": 1.0, "b": 2.0, "c": None}
     with pytest.raises(InfraFault, match="'a' failed: ZeroDivisionError"):
         await RewardRule(functions={"a": lambda _: 1 / 0}).score(trajectory, 1.0)  # type: ignore[arg-type]
+
+
+async def test_limited_sync_function_runs_in_a_thread() -> None:
+    resource, threads = f"judge-{uuid4().hex}", []
+
+    @limited(resource=resource, budget={"calls": 2})
+    def judge(trajectory: object) -> float:
+        threads.append(threading.current_thread())
+        return 1.0
+
+    rule = RewardRule(functions={"judge": judge})
+    for _ in range(2):
+        assert await rule.score(object(), 5.0) == {"judge": 1.0}  # type: ignore[arg-type]
+    assert threading.main_thread() not in threads
+    with pytest.raises(BudgetExhausted):
+        await rule.score(object(), 5.0)  # type: ignore[arg-type]

@@ -6,7 +6,9 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,8 +16,9 @@ import psutil
 import pytest
 import ray
 
+from toolroll import BaseTool, ToolResponse, ToolResult
 from toolroll.errors import ConfigError
-from toolroll.rollout.distributed.rollout_workers import RolloutWorkers
+from toolroll.rollout.distributed.rollout_workers import RolloutWorkers, _TrainerCoordinator
 from toolroll.rollout.distributed.worker_pool import WorkersFailed
 from toolroll.rollout.rollout import Rollout
 from toolroll.rollout.tokens import Author
@@ -27,7 +30,7 @@ MAX_STEPS = 100
 PROMPTS = [f"What is {number} times 7?" for number in range(20)]
 
 
-def make_rollout(seconds_per_token: float = 0.002) -> Rollout:
+def make_rollout(seconds_per_token: float = 0.002, tools: Sequence[BaseTool[Any]] = ()) -> Rollout:
     """Create a rollout whose scripted engine answers within 0.1 s."""
     from rollout import small_tokenizer
     from toolroll.rollout.chat.formats import load_rendering
@@ -37,11 +40,30 @@ def make_rollout(seconds_per_token: float = 0.002) -> Rollout:
     rendering = load_rendering(tokenizer, "chatml")
     answer = [*tokenizer.encode("word " * 30, add_special_tokens=False), rendering.stop_ids[0]]
     engine = ScriptedEngine([answer], seconds_per_token=seconds_per_token, weight_version=str(os.getpid()))
-    return Rollout(engine=engine, rendering=rendering)
+    return Rollout(engine=engine, rendering=rendering, tools=tools)
 
 
-def slow_rollout() -> Rollout:
-    return make_rollout(0.02)
+def slow_rollout(tools: Sequence[BaseTool[Any]] = ()) -> Rollout:
+    return make_rollout(0.02, tools)
+
+
+class NotedTool(BaseTool[None]):
+    """Creates a file, and removes it when it is released."""
+
+    default_schema = {  # noqa: RUF012
+        "type": "function",
+        "function": {"name": "noted", "description": "Do nothing.", "parameters": {"type": "object"}},
+    }
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        Path(self.config["file"]).touch()
+        return await super().create(instance_id, **kwargs)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
+        return ToolResult(ToolResponse(text="done"), None, {})
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        Path(self.config["file"]).unlink()
 
 
 def broken_rollout() -> Rollout:
@@ -82,6 +104,19 @@ async def test_training_steps_use_all_workers(workers: Any) -> None:
     assert len(used) == 2
 
 
+async def test_cancelled_step_takes_no_trajectory_of_the_next() -> None:
+    coordinator: Any = _TrainerCoordinator(1)
+    await coordinator.start_step(1, [])
+    assert await coordinator.collect(1) == []
+    cancelled = asyncio.create_task(coordinator.collect(1))  # cancelling its caller does not cancel an actor's method
+    await asyncio.sleep(0)
+    await coordinator.start_step(2, [])
+    coordinator.record_result((2, 0, 0), "trajectory")
+    await asyncio.sleep(0)
+    assert await coordinator.collect(2) == [((2, 0, 0), "trajectory")]
+    assert await cancelled == []
+
+
 async def test_generate_orders_prompts_with_their_own_groups(workers: Any) -> None:
     rows = [{"prompt": prompt, "group": group} for prompt, group in zip(PROMPTS, ["b", "a", "b"], strict=False)]
     trajectories = await workers(make_rollout).generate(rows, n=2)
@@ -101,6 +136,19 @@ async def test_killed_worker_loses_no_trajectory(workers: Any) -> None:
     assert Counter((one.group, one.sample) for one in ended) == {(str(r), s): 1 for r in range(20) for s in range(4)}
     assert killed is not None
     assert not psutil.pid_exists(killed)
+
+
+async def test_close_releases_tools(workers: Any, tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    pool = workers(partial(slow_rollout, [NotedTool({"file": str(held)})]))
+    stepping = asyncio.create_task(pool.generate(PROMPTS[:1]))
+    async with asyncio.timeout(60):
+        while not held.exists():
+            await asyncio.sleep(0.02)
+    await pool.close()
+    assert not held.exists()
+    with pytest.raises((asyncio.CancelledError, WorkersFailed)):
+        await stepping
 
 
 async def test_abort_and_resume_reach_all_workers(workers: Any) -> None:

@@ -59,7 +59,7 @@ all_running() {
 }
 # wait_for NAME COMMAND…: wait until the command succeeds
 wait_for() {
-  local name=$1 ends=$((SECONDS + 120))
+  local name=$1 ends=$((SECONDS + 300))
   shift
   until "$@" >/dev/null 2>&1; do
     { all_running && ((SECONDS < ends)); } || { log "$name did not start"; return 1; }

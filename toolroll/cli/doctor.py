@@ -44,6 +44,7 @@ EXTRA_BY_PACKAGE = {
     "ipython": "sandbox",
     "matplotlib": "records",
     "pyarrow": "records",
+    "mcp": "mcp",
     "textual": "viewer",
 }
 """Optional packages, and the extra that installs each."""

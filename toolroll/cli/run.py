@@ -32,12 +32,15 @@ from toolroll.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolroll.run.config import RunConfig
+    from toolroll.run.run import Run
     from toolroll.run.status import RunSnapshot
 
 STATUS_POLL_INTERVAL_S = 0.5
 """Interval at which the panel in a terminal is updated."""
 STATUS_LINE_INTERVAL_S = 5.0
 """Interval between status lines if the output is not a terminal."""
+EXIT_BUDGET_SPENT = 3
+"""Exit status of a run that stopped because a budget is spent."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -57,13 +60,14 @@ def run(
 ) -> None:
     """Run all prompts of a data set and record every trajectory.
 
-    Run the same command again to resume an interrupted run. The exit status is 0 if the run is complete, and 1 if every
-    trajectory failed because of the infrastructure.
+    Run the same command again to resume an interrupted run. The exit status is 0 if the run is complete, 1 if every
+    trajectory failed because of the infrastructure, and 3 if the run stopped because a budget is spent.
     """
     import uvloop
 
     from toolroll.rollout.gc_tuning import infrequent_full_gc
     from toolroll.run.config import RunConfig
+    from toolroll.run.run import Run
 
     for setting in settings or ():
         if "=" not in setting:
@@ -76,16 +80,29 @@ def run(
     loaded = RunConfig.load(config, settings or ())
     console = output.SafeConsole(stderr=as_json)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), infrequent_full_gc():
-        status, signum = uvloop.run(follow(loaded, console, title=str(config)))
-    print_result(loaded, status, console, complete=not signum, as_json=as_json)
+        job = Run(loaded)
+        status, signum = uvloop.run(follow(loaded, console, title=str(config), job=job))
+    complete = not signum and status.exhausted is None
+    has_cluster = loaded.cluster is not None and not job.started_cluster
+    print_result(loaded, status, console, complete=complete, as_json=as_json, has_cluster=has_cluster)
     if signum:
         raise typer.Exit(128 + signum)
+    if status.exhausted is not None:
+        raise typer.Exit(EXIT_BUDGET_SPENT)
     if not status.aggregates["outcomes"].get("ok"):
         raise typer.Exit(1)
 
 
-async def follow(config: RunConfig, console: output.SafeConsole, title: str) -> tuple[RunSnapshot, int]:
+async def follow(
+    config: RunConfig, console: output.SafeConsole, title: str, job: Run | None = None
+) -> tuple[RunSnapshot, int]:
     """Start a run and show its status until it ends or a signal stops it.
+
+    Args:
+        config: Configuration of the run.
+        console: Output for the status.
+        title: Title of the panel.
+        job: The run. Default: a new one.
 
     Returns:
         The final status, and the number of the signal that stopped the run, or 0 if it is complete.
@@ -98,7 +115,7 @@ async def follow(config: RunConfig, console: output.SafeConsole, title: str) -> 
         await check(config, phases.start)
         model = "model" if config.engine.kind == "transformers" else "tokenizer"
         phases.start("Connecting to Ray" if config.cluster else f"Loading the {model}")
-        async with Run(config) as run:
+        async with job or Run(config) as run:
             phases.end()
             if run.retried:
                 _print(console, f"{run.retried:,} samples failed before and are attempted again.")
@@ -202,26 +219,56 @@ def _stop_signal() -> Iterator[asyncio.Future[int]]:
 
 
 def print_result(
-    config: RunConfig, status: RunSnapshot, console: output.SafeConsole, *, complete: bool, as_json: bool
+    config: RunConfig,
+    status: RunSnapshot,
+    console: output.SafeConsole,
+    *,
+    complete: bool,
+    as_json: bool,
+    has_cluster: bool = False,
 ) -> None:
-    """Print the result of a run, how to resume it, and how to view its records."""
+    """Print the result of a run, how to resume it, and how to view its records.
+
+    Args:
+        config: Configuration of the run.
+        status: Final status of the run.
+        console: Output for the result.
+        complete: Whether all samples are recorded.
+        as_json: Whether to print JSON.
+        has_cluster: Whether the run used a Ray cluster that is still running, and that has the limits.
+    """
     directory = config.rollout_data_dir
     trajectories = status.aggregates["trajectories"]
     if as_json:
         result = {"complete": complete, "rollout_data_dir": directory, **asdict(status)}
         result["tally"] = result.pop("aggregates")
-        output.print_json({name: value for name, value in result.items() if name not in ("running", "queued")})
+        output.print_json({name: value for name, value in result.items() if name not in ("running", "queued", "slots")})
     elif trajectories:
         console.print(summary_tables(status))
     elif complete:
         console.print(f"Nothing to run: all {status.bad_rows:,} rows are invalid.")
     if not complete:
         of_total = "" if status.total is None else f" of {status.total:,}"
-        _print(console, f"Stopped with {status.done:,}{of_total} done. To resume, run the same command again:")
+        if status.exhausted is not None:
+            _print(console, f"{status.exhausted} {_spent(status)}")
+        where = "with `toolroll limiter set`" if has_cluster else "in the config"
+        remedy = "" if status.exhausted is None else f"raise the budget {where} and "
+        _print(console, f"Stopped with {status.done:,}{of_total} done. To resume, {remedy}run the same command again:")
         _print(console, f"  {shlex.join(['toolroll', *sys.argv[1:]])}")
     if trajectories:
         _print(console, f"Records: {directory}\nTo view them: ", end="")
         _print(console, shlex.join(["toolroll", "view", directory]), style="bold")
+
+
+def _spent(status: RunSnapshot) -> str:
+    """Return a sentence with the amounts spent, and one with the number of samples that were refused."""
+    amounts = [
+        f"{amount:g} {unit} of {resource!r}"
+        for resource, units in status.spent.items()
+        for unit, amount in units.items()
+    ]
+    spent = f"Spent: {', '.join(amounts)}. " if amounts else ""
+    return f"{spent}Samples refused and not recorded: {status.refused:,}."
 
 
 def _print(console: output.SafeConsole, text: str, **options: Any) -> None:

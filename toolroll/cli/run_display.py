@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from toolroll.records.stats.alarm_messages import alarm_messages
 from toolroll.run.status import RunRates, RunSnapshot, seconds_left
 from toolroll.viewer.formatting import plural
 
@@ -102,8 +103,11 @@ def status_line(status: RunSnapshot, rates: RunRates) -> str:
     parts += _unreachable(status)
     if wait := _first_wait(status):
         parts.append(wait)
+    if status.exhausted is not None:
+        parts.append(status.exhausted)
     if status.limit is not None:
         parts.append(f"in flight {_in_flight(status)}")
+    parts += (f"alarm: {message}" for message in alarm_messages(status.alarms).values())
     faults = {kind: count for kind, count in status.aggregates.get("faults", {}).items() if count}
     if faults:
         parts.append(f"faults: {format_counts(faults)}")
@@ -140,6 +144,9 @@ def _details(status: RunSnapshot) -> Iterable[tuple[str, Text]]:
         yield "", Text(problem, style="red")
     if wait := _first_wait(status):
         yield "", Text(wait, style="yellow")
+    if status.exhausted is not None:
+        finishing = " Finishing the running trajectories." if status.running else ""
+        yield "", Text(f"{status.exhausted}{finishing}", style="yellow")
     if aggregates.get("finish_reasons"):
         yield "ended by", Text(format_counts(aggregates["finish_reasons"]))
     faults: Mapping[str, int] = aggregates.get("faults", {})
@@ -147,6 +154,8 @@ def _details(status: RunSnapshot) -> Iterable[tuple[str, Text]]:
         yield "faults", Text(format_counts(faults), style="yellow" if faults.get("infra") else "")
     for error, count in _most_common_error(aggregates):
         yield "", Text(f"{count:,} × {error}", style="yellow")
+    for message in alarm_messages(status.alarms).values():
+        yield "alarm", Text(message, style="red")
     if status.bad_rows:
         yield "bad rows", Text(f"{status.bad_rows:,} skipped", style="yellow")
     if status.resumed:
@@ -256,6 +265,8 @@ def _outcomes(status: RunSnapshot, aggregates: Mapping[str, Any]) -> Iterator[tu
         yield "programs", format_counts(aggregates["programs"])
     for error, count in aggregates["errors"].items():
         yield "", f"{count:,} × {error}"
+    for message in alarm_messages(status.alarms).values():
+        yield "alarm", message
     totals = {"turns": "turns", "calls": "calls", "sampled_tokens": "tokens sampled"}
     means = (f"{aggregates[key] / trajectories:,.1f} {label}" for key, label in totals.items() if aggregates[key])
     yield "per trajectory", " · ".join(means)

@@ -1,9 +1,10 @@
-"""The commands `toolroll tools list | schema | call`."""
+"""The commands `toolroll tools list | schema | call | serve`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from contextlib import redirect_stdout
@@ -22,7 +23,9 @@ from toolroll.viewer.formatting import plural
 if TYPE_CHECKING:
     from toolroll.tools.base_tool import BaseTool, ToolResult
 
-app = typer.Typer(help="List the tools of a config file, print their schemas, or call them.", no_args_is_help=True)
+app = typer.Typer(
+    help="List the tools of a config file, print their schemas, call them, or serve them.", no_args_is_help=True
+)
 
 Config = Annotated[Path, typer.Argument(help="Path of a tool config (YAML).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -108,6 +111,41 @@ def call(
     }
     summary = f"reward {result.reward} · final reward {final_reward} · metrics {metrics}"
     output.SafeConsole().print(summary, style="dim", markup=False, highlight=False)
+
+
+@app.command()
+def serve(
+    config: Config,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Speak the Model Context Protocol, the only choice.")] = False,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve over HTTP. By default, over stdin and stdout.")
+    ] = None,
+    create: Annotated[
+        str, typer.Option(help="create_kwargs of each session as JSON, for all tools or by tool name.")
+    ] = "{}",
+    records: Annotated[Path | None, typer.Option(help="Directory for a record of each session.")] = None,
+    call_timeout: Annotated[float, typer.Option(help="Timeout of a call, in seconds.")] = 120.0,
+    idle_timeout: Annotated[
+        float, typer.Option(min=1, max=1e9, help="Idle time after which a session over HTTP ends, in seconds.")
+    ] = 1800.0,
+) -> None:
+    """Serve the tools to another program, such as a coding agent.
+
+    Each client session has its own instance of every tool. Over HTTP, clients must send the token in
+    TOOLROLL_MCP_TOKEN, if it is set. After SIGTERM or Ctrl+C the server ends all sessions and exits with status 0.
+    """
+    if not mcp:
+        raise ConfigError("tools serve: no protocol selected. Add --mcp.")
+    from toolroll.integrations.mcp.process import ServeOptions, serve_mcp
+
+    options = ServeOptions(
+        create_kwargs=_parse_create_kwargs(create),
+        records=records,
+        call_timeout=call_timeout,
+        idle_timeout=idle_timeout,
+    )
+    output.configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve_mcp(lambda: _load_tools(config), http, options)
 
 
 async def _call(tool: BaseTool[Any], arguments: str, create_kwargs: dict[str, Any]) -> tuple[ToolResult, float]:

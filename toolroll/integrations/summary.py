@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from toolroll.errors import Fault
+from toolroll.records.stats.alarms import is_malformed
 from toolroll.rollout.tokens import TokenStream
 from toolroll.rollout.trajectory import Trajectory
 
@@ -62,5 +63,6 @@ def summary_fields(trajectory: Trajectory, left_out: str | None) -> dict[str, An
         "calls": len(calls),
         "policy_faults": sum(call.fault is Fault.POLICY for call in calls),
         "infra_faults": sum(call.fault is Fault.INFRA for call in calls),
+        "malformed_calls": sum(is_malformed(call.metrics, call.fault) for call in calls),
         "seconds": trajectory.seconds,
     }

@@ -11,9 +11,9 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolroll.errors import ConfigError, EngineUnavailable, InfraFault, PolicyFault
@@ -90,24 +90,21 @@ class TokenGenerator:
     async def generate_turn(self, request: AsyncRolloutRequest, deadlines: Deadlines) -> GeneratedTurn | None:
         """Generate a turn, or the rest of an interrupted one. None means that it was interrupted."""
         await self._pause.wait_until_resumed()
-        if len(request.tokens) == request.turn_start:
-            deadlines.start_turn()
+        deadlines.start_turn(request.turn)
         pause_count = self._pause.count
+        start = time.monotonic() - request.started
         generation, in_time = await self._generate(request, deadlines)
         finish = generation.finish
         is_interrupted = finish is FinishType.ABORT and in_time
-        if is_interrupted and WHOLE_TURN_PARAMS & request.sampling_params.keys():
-            request.transition_to(RequestState.GENERATING)
+        restarts = is_interrupted and bool(WHOLE_TURN_PARAMS & request.sampling_params.keys())
+        if restarts and await self._resume(request, pause_count):
             return None
-        _append(request, generation)
+        append_generation(request, generation, start)
         if is_interrupted and request.max_new_tokens() <= 0:
             finish = FinishType.LENGTH
-        elif is_interrupted and await self._resume(request, pause_count):
+        elif is_interrupted and not restarts and await self._resume(request, pause_count):
             return None
-        ids, start = request.tokens.ids, request.turn_start
-        parsed = self._rendering.parse(ids[start:].tolist(), tools=self._tools, prompt_ids=ids[:start])
-        parsed = parsed.prepare_calls(request.turn, request.limits.max_parallel_calls)
-        return GeneratedTurn(_to_message(parsed), parsed, finish, in_time)
+        return self._parse_turn(request, finish, in_time)
 
     def append_tool_responses(self, request: AsyncRolloutRequest, responses: Sequence[Message]) -> None:
         """Append the tokens of the responses and start the next turn, or finish if it would be too long."""
@@ -164,6 +161,12 @@ class TokenGenerator:
         max_tokens, side = request.limits.max_tool_response_tokens, request.limits.tool_response_truncate_side
         return truncate(text, max_tokens, side, self._rendering.encode, self._rendering.decode)
 
+    def _parse_turn(self, request: AsyncRolloutRequest, finish: FinishType, in_time: bool) -> GeneratedTurn:
+        ids, start = request.tokens.ids, request.turn_start
+        parsed = self._rendering.parse(ids[start:].tolist(), tools=self._tools, prompt_ids=ids[:start])
+        parsed = parsed.prepare_calls(request.turn, request.limits.max_parallel_calls)
+        return GeneratedTurn(_to_message(parsed), parsed, finish, in_time)
+
     async def _generate(self, request: AsyncRolloutRequest, deadlines: Deadlines) -> tuple[Generation, bool]:
         """Call the engine. Return its result, and False if it was aborted at the deadline.
 
@@ -189,6 +192,7 @@ class TokenGenerator:
             ) from None
         if aborts and generation.problem is not None:
             raise EngineUnavailable(generation.problem)
+        generation = _with_natural_end(generation, params)
         fault = find_fault(
             generation, request.tokens, params, self._rendering.decode, may_keep_cache=self._may_keep_cache
         )
@@ -260,17 +264,19 @@ class ChatGenerator:
     async def generate_turn(self, request: AsyncRolloutRequest, deadlines: Deadlines) -> GeneratedTurn | None:
         """Generate a turn."""
         await self._pause.wait_until_resumed()
-        deadlines.start_turn()
+        deadlines.start_turn(request.turn)
         request_id = f"{request.request_id}-{request.turn}"
         params = dict(request.sampling_params)
         if not params.keys() & {"max_new_tokens", "max_tokens", "max_completion_tokens"}:
             params["max_new_tokens"] = request.limits.max_response_len
-        deadline = time.monotonic() + deadlines.remaining_s() + ENGINE_GRACE_PERIOD_S
+        sent_at = time.monotonic()
+        deadline = sent_at + deadlines.remaining_s() + ENGINE_GRACE_PERIOD_S
         with self._pause.track_generation(request_id):
             reply = await self._engine.chat(
                 request_id, request.messages, self._tools, params, deadline=deadline, affinity=request.request_id
             )
-        request.turns.append(TurnRecord(turn=request.turn, tokens=0, finish=str(reply.finish), timings=reply.timings))
+        start, finish = sent_at - request.started, str(reply.finish)
+        request.turns.append(TurnRecord(turn=request.turn, tokens=0, finish=finish, start=start, timings=reply.timings))
         parsed = _parse_message(reply.message, request)
         tool_calls = [
             call.model_copy(update={"id": kept.id})
@@ -313,7 +319,16 @@ class ChatGenerator:
 TurnGenerator = TokenGenerator | ChatGenerator
 
 
-def _append(request: AsyncRolloutRequest, generation: Generation) -> None:
+def _with_natural_end(generation: Generation, params: Mapping[str, Any]) -> Generation:
+    """Return a generation with the finish of a turn that has ended, if it was aborted right behind its stop token."""
+    if generation.finish is not FinishType.ABORT or params.get("ignore_eos"):
+        return generation
+    has_ended = generation.ids and generation.ids[-1] in params["stop_token_ids"]
+    return replace(generation, finish=FinishType.STOP) if has_ended else generation
+
+
+def append_generation(request: AsyncRolloutRequest, generation: Generation, start: float | None) -> None:
+    """Append the tokens of a generation, which started at `start`, to the current turn of a request."""
     for ids, logprobs, weight_version in generation.by_weights():
         request.tokens.append_sampled(ids, logprobs, turn=request.turn, weight_version=weight_version)
     request.turns.append(
@@ -322,6 +337,7 @@ def _append(request: AsyncRolloutRequest, generation: Generation) -> None:
             tokens=len(generation.ids),
             finish=str(generation.finish),
             weight_version=generation.weight_version,
+            start=start,
             timings=generation.timings,
         )
     )

@@ -13,14 +13,16 @@ engines and tools.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolroll.errors import ConfigError, Fault, InfraFault, UserCodeError
+from toolroll.errors import BudgetExhausted, ConfigError, Fault, InfraFault, UserCodeError
 from toolroll.images import image_content
 from toolroll.rollout.chat.parsed_turn import ParsedTurn
 from toolroll.rollout.engines.base import FinishType
@@ -28,18 +30,19 @@ from toolroll.rollout.generation import GeneratedTurn, TurnGenerator
 from toolroll.rollout.instances import ToolInstances
 from toolroll.rollout.pause import Deadlines, Pause
 from toolroll.rollout.progress import RolloutProgress
+from toolroll.rollout.replay.executor import ReplayExecutor
+from toolroll.rollout.replay.recording import Replay
 from toolroll.rollout.request import AsyncRolloutRequest, RequestState
 from toolroll.rollout.reward import RewardRule
-from toolroll.rollout.tool_execution import ToolExecutor, plan_tool_calls, tool_rewards
-from toolroll.rollout.trajectory import FinishReason, Rewards, Trajectory
+from toolroll.rollout.tool_execution import ToolExecutor, plan_tool_calls
+from toolroll.rollout.trajectory import INFRA_FINISH_REASONS, FinishReason, Rewards, Trajectory
 from toolroll.schemas import Message
 from toolroll.tools.base_tool import BaseTool
 from toolroll.tools.instance import ToolInstance
+from toolroll.tracing.context import finish_trajectory
 
 logger = logging.getLogger(__name__)
 
-INFRA_FINISH_REASONS = (FinishReason.INFRA, FinishReason.ABORTED)
-"""Finish reasons that the model cannot cause."""
 MAX_DISTINCT_WARNINGS = 20
 """Maximum number of different errors that are logged as warnings."""
 
@@ -52,15 +55,27 @@ class RolloutLoop:
         tools: Tools that the model may call.
         pause: Pause of the rollout, whose duration does not count towards deadlines.
         rewards: Composition of the reward.
+        replay: Recording that has the results of tool calls.
     """
 
     def __init__(
-        self, generator: TurnGenerator, tools: Sequence[BaseTool[Any]], pause: Pause, rewards: RewardRule | None = None
+        self,
+        generator: TurnGenerator,
+        tools: Sequence[BaseTool[Any]],
+        pause: Pause,
+        rewards: RewardRule | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.rewards = rewards or RewardRule()
         self._generator = generator
-        self._executor = ToolExecutor(self.tools, generator.truncate, generator.read_response_image)
+        self._replay = replay
+        answering = generator.truncate, generator.read_response_image
+        self._executor = (
+            ToolExecutor(self.tools, *answering) if replay is None else ReplayExecutor(replay, self.tools, *answering)
+        )
+        versions = ((name, tool.fingerprint) for name, tool in self.tools.items())
+        self._tool_versions = {name: version for name, version in versions if version is not None}
         self._pause = pause
         self.progress = RolloutProgress()
         """What all trajectories have done so far."""
@@ -75,15 +90,19 @@ class RolloutLoop:
         Returns:
             The trajectory.
         """
-        started = time.monotonic()
+        request.started = time.monotonic()
         rewards = Rewards(total=None)
         failure: Exception | None = None
         try:
+            if self._replay is not None:
+                await asyncio.to_thread(self._replay.begin, request.request_id, request.group, request.sample)
             async with self._tool_instances(request) as instances:
-                await self._drive(request, instances, Deadlines(request.limits, self._pause))
+                await self._drive(request, instances, self._deadlines(request))
                 if request.finish_reason is not FinishReason.INFRA:
                     steps = _step_rewards(request)
-                    rewards = Rewards(total=None, steps=steps, tools=await tool_rewards(request, instances))
+                    rewards = Rewards(
+                        total=None, steps=steps, tools=await self._executor.tool_rewards(request, instances)
+                    )
         except (InfraFault, ConfigError) as error:  # the format may reject a prompt
             request.finish(FinishReason.INFRA)
             request.error = str(error)
@@ -92,12 +111,20 @@ class RolloutLoop:
             logger.exception("request %s: internal error", request.request_id)
             request.finish(FinishReason.INFRA)
             request.error = f"{type(error).__name__}: {error}"
-        trajectory = self._make_trajectory(request, rewards, time.monotonic() - started)
+        finally:
+            if self._replay is not None:
+                self._replay.end(request.request_id)
+        trajectory = self._make_trajectory(request, rewards, time.monotonic() - request.started)
         if trajectory.outcome == "ok":
             failure = await self._score(trajectory, request.limits.turn_timeout)
         if trajectory.outcome == "infra":
-            trajectory.retryable = not isinstance(failure, UserCodeError)
-            self._warn_once(trajectory, None if trajectory.retryable or failure is None else failure.__cause__)
+            if isinstance(failure, BudgetExhausted):
+                trajectory.exhausted_budget = failure.resource, failure.unit
+            is_bug = isinstance(failure, UserCodeError)
+            is_recorded = self._replay is not None and (self._replay.engine or self._replay.on_miss == "error")
+            trajectory.retryable = not is_bug and not is_recorded and trajectory.exhausted_budget is None
+            self._warn_once(trajectory, failure.__cause__ if is_bug and failure is not None else None)
+        finish_trajectory(trajectory)
         return trajectory
 
     async def _drive(self, request: AsyncRolloutRequest, instances: ToolInstances, deadlines: Deadlines) -> None:
@@ -108,6 +135,8 @@ class RolloutLoop:
                 assert parsed is not None
                 await self._call_tools(request, parsed, instances, deadlines)
             elif deadlines.trajectory_expired:
+                if not request.turns:
+                    raise InfraFault("The trajectory's deadline passed before its first generation.")
                 request.finish(FinishReason.DEADLINE)
             else:
                 known_turns = len(request.turns)
@@ -117,6 +146,12 @@ class RolloutLoop:
                     parsed = turn.parsed
                     request.messages.append(turn.message)
                     self._finish_or_call_tools(request, turn)
+
+    def _deadlines(self, request: AsyncRolloutRequest) -> Deadlines:
+        limits = request.limits
+        if self._replay is not None and self._replay.engine:  # the record states which deadlines passed
+            limits = limits.model_copy(update={"turn_timeout": math.inf, "trajectory_timeout": math.inf})
+        return Deadlines(limits, self._pause)
 
     def _finish_or_call_tools(self, request: AsyncRolloutRequest, turn: GeneratedTurn) -> None:
         if not turn.in_time:
@@ -135,14 +170,14 @@ class RolloutLoop:
     ) -> None:
         calls = plan_tool_calls(parsed, self.tools, request.limits, request.calls_made)
         request.calls_made += sum(call.problem is None for call in calls)
-        records, all_ended = await self._executor.execute_all(request, calls, instances, deadlines)
+        records = await self._executor.execute_all(request, calls, instances, deadlines)
         request.calls += records
         self.progress.calls += len(records)
         infra_fault = next((record for record in records if record.fault is Fault.INFRA), None)
         if infra_fault is not None:
             request.finish(FinishReason.INFRA, infra_fault.error)
             return
-        if not all_ended and deadlines.remaining_s() <= 0:
+        if deadlines.remaining_s() <= 0:
             request.finish(FinishReason.DEADLINE)
             return
         responses = [
@@ -173,7 +208,7 @@ class RolloutLoop:
 
     def _make_trajectory(self, request: AsyncRolloutRequest, rewards: Rewards, seconds: float) -> Trajectory:
         assert request.finish_reason is not None
-        is_infra = request.finish_reason in INFRA_FINISH_REASONS or not rewards.steps
+        is_infra = request.finish_reason in INFRA_FINISH_REASONS or not rewards.has_tool_rewards
         return Trajectory(
             request_id=request.request_id,
             group=request.group,
@@ -184,11 +219,14 @@ class RolloutLoop:
             finish_reason=request.finish_reason,
             outcome="infra" if is_infra else "ok",
             error=request.error,
+            exhausted_budget=request.exhausted_budget,
             fidelity=request.fidelity,
             logprobs_mode=self._generator.logprobs_mode if request.tokens.has_logprobs else None,
             rewards=rewards,
             turns=request.turns,
             calls=request.calls,
+            started_at=time.time() - seconds,
+            tool_versions=self._tool_versions,
             seconds=seconds,
             extra=request.extra,
         )
@@ -203,9 +241,16 @@ class RolloutLoop:
 
     def _tool_instances(self, request: AsyncRolloutRequest) -> ToolInstances:
         kwargs = request.tool_kwargs
+        # A replay that calls no tool creates none, because creating it may need the network.
+        tools = {} if self._replay is not None and self._replay.on_miss == "error" else self.tools
         instances = {
-            name: ToolInstance(tool, create_kwargs=kwargs(name, "create"), release_kwargs=kwargs(name, "release"))
-            for name, tool in self.tools.items()
+            name: ToolInstance(
+                tool,
+                request.request_id,  # the same for all tools, so that several tools can share what a trajectory owns
+                create_kwargs=kwargs(name, "create"),
+                release_kwargs=kwargs(name, "release"),
+            )
+            for name, tool in tools.items()
         }
         return ToolInstances(instances, create_timeout_s=request.limits.call_timeout)
 

@@ -94,11 +94,18 @@ class Deadlines:
         self._pause = pause
         self._turn_timeout_s = limits.turn_timeout
         self._trajectory_deadline = self._now() + limits.trajectory_timeout
-        self.start_turn()
+        self._turn_deadline = self._now() + limits.turn_timeout
+        self._turn: int | None = None
 
-    def start_turn(self) -> None:
-        """Start the clock of the next turn."""
-        self._turn_deadline = self._now() + self._turn_timeout_s
+    def start_turn(self, turn: int) -> None:
+        """Start the clock of a turn. A turn that is resumed or restarted keeps its deadline.
+
+        Args:
+            turn: Number of the turn.
+        """
+        if turn != self._turn:
+            self._turn = turn
+            self._turn_deadline = self._now() + self._turn_timeout_s
 
     @property
     def trajectory_expired(self) -> bool:
@@ -108,6 +115,10 @@ class Deadlines:
     def remaining_s(self) -> float:
         """Return the seconds until the earlier of the two deadlines, negative if it has passed."""
         return min(self._turn_deadline, self._trajectory_deadline) - self._now()
+
+    def expire(self) -> None:
+        """Let the deadlines pass now, as they did in a trajectory that is replayed."""
+        self._turn_deadline = self._trajectory_deadline = self._now()
 
     def _now(self) -> float:
         return time.monotonic() - self._pause.total_seconds

@@ -8,6 +8,7 @@ request and asks it for the remaining length.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -62,6 +63,8 @@ class AsyncRolloutRequest:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    started: float = field(default_factory=time.monotonic)
+    """Time at which the request started, on the clock of `time.monotonic()`."""
     state: RequestState = RequestState.PENDING
     tokens: TokenStream = field(default_factory=lambda: TokenStream([]))
     earlier: list[TokenStream] = field(default_factory=list)
@@ -82,6 +85,8 @@ class AsyncRolloutRequest:
     """Number of tool calls that were executed."""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    exhausted_budget: tuple[str, str] | None = None
+    """Resource and unit of the spent budget that stopped a tool call."""
 
     def tool_kwargs(self, tool: str, method: str) -> Mapping[str, Any]:
         """Return the keyword arguments for a method of a tool, such as "create"."""

@@ -11,12 +11,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache, partial
 
-from toolroll.errors import InfraFault, ToolContractError, UserCodeError
+from toolroll.errors import BudgetExhausted, InfraFault, ToolContractError, UserCodeError
+from toolroll.limiter.limited import blocks_for_slot, call_in_thread, within_deadline
 from toolroll.rollout.trajectory import Rewards, Trajectory
 from toolroll.tools.base_tool import as_reward
+
+MAX_WAITING_REWARDS = 256
+"""Maximum number of sync reward functions with limits that run or wait for a slot."""
 
 RewardFunction = Callable[[Trajectory], float | Awaitable[float | None] | None]
 
@@ -29,7 +36,8 @@ class RewardRule:
         steps: Weight of the step rewards.
         tools: Weight of each tool's `calc_reward`, by tool name; 1 by default.
         functions: Reward functions by name. A function takes the trajectory, may be async, and returns a number, or
-            None if it cannot score the trajectory.
+            None if it cannot score the trajectory. To limit its calls, decorate it with `limited`; a sync function with
+            limits runs in a thread.
         weights: Weight of each reward function, by name; 1 by default.
 
     Example:
@@ -72,6 +80,7 @@ class RewardRule:
             The result of each function, by name.
 
         Raises:
+            BudgetExhausted: If the budget of a function with limits is spent.
             InfraFault: If a function fails, times out or returns something other than a finite number or None. This
                 is not the model's fault.
         """
@@ -79,15 +88,36 @@ class RewardRule:
         for name, function in self.functions.items():
             try:
                 async with asyncio.timeout(timeout_s) as limit:
-                    value = function(trajectory)
-                    value = await value if inspect.isawaitable(value) else value
+                    value = await _call(function, trajectory, time.monotonic() + timeout_s)
                 scores[name] = None if value is None else as_reward(name, value)
             except ToolContractError as error:  # the value is not a number
                 raise UserCodeError(f"Reward function {name!r} failed: {error}") from error
+            except BudgetExhausted:
+                raise
             except InfraFault as error:
                 raise InfraFault(f"Reward function {name!r} failed: {error}") from error
+            except (SystemExit, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                    raise
+                raise UserCodeError.because(f"Reward function {name!r}", error) from error
             except Exception as error:
                 if isinstance(error, TimeoutError) and limit.expired():
                     raise InfraFault(f"Reward function {name!r} failed: timed out after {timeout_s:g} s") from error
                 raise UserCodeError.because(f"Reward function {name!r}", error) from error
         return scores
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return threads that may wait for slots. Those of the event loop must remain free for others."""
+    return ThreadPoolExecutor(MAX_WAITING_REWARDS, "toolroll-reward")
+
+
+async def _call(function: RewardFunction, trajectory: Trajectory, deadline: float) -> float | None:
+    with within_deadline(deadline):
+        if blocks_for_slot(function):
+            value = await call_in_thread(_threads(), partial(function, trajectory))
+        else:
+            value = function(trajectory)
+        return await value if inspect.isawaitable(value) else value

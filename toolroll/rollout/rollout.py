@@ -32,6 +32,8 @@ from toolroll.rollout.loop import RolloutLoop
 from toolroll.rollout.pause import Pause
 from toolroll.rollout.progress import RolloutProgress
 from toolroll.rollout.prompt import Prompt
+from toolroll.rollout.replay.generator import ReplayEngine, ReplayGenerator
+from toolroll.rollout.replay.recording import Replay
 from toolroll.rollout.request import AsyncRolloutRequest
 from toolroll.rollout.reward import RewardFunction, RewardRule
 from toolroll.rollout.trajectory import Trajectory
@@ -53,7 +55,7 @@ class Rollout:
     Use it with `async with`, or call `aclose()` at the end.
 
     Args:
-        engine: Inference engine, for example an `SGLangEngine`.
+        engine: Inference engine, for example an `SGLangEngine`. Not needed if `replay` has the sampled tokens.
         tools: Path of a tool config, or tools.
         tokenizer: The model's tokenizer, or the directory that contains it. Not needed with `rendering` or a
             `ChatEngine`.
@@ -66,6 +68,8 @@ class Rollout:
         sampling_params: Sampling parameters under the engine's names. Those of a prompt override them.
         rewards: Composition of the reward, or a reward function whose result is added to the tools' rewards.
         max_in_flight: Maximum number of trajectories that run concurrently.
+        replay: Recording that has the results of tool calls and, unless its `engine` is False, the sampled tokens.
+            Trajectories are found by their group and sample.
 
     Raises:
         ConfigError: If an argument is invalid or the model is refused: tools do not work with its chat format, or a
@@ -83,7 +87,7 @@ class Rollout:
     def __init__(
         self,
         *,
-        engine: TokenEngine | ChatEngine,
+        engine: TokenEngine | ChatEngine | None = None,
         tools: str | Path | BaseTool[Any] | Sequence[BaseTool[Any]] | None = (),
         tokenizer: Any = None,
         model_format: str | None = None,
@@ -95,6 +99,7 @@ class Rollout:
         sampling_params: Mapping[str, Any] | None = None,
         rewards: RewardRule | RewardFunction | None = None,
         max_in_flight: int = 1024,
+        replay: Replay | None = None,
     ) -> None:
         loaded_tools = _load_tools(tools)
         schemas = [tool.tool_schema.model_dump() for tool in loaded_tools]
@@ -105,7 +110,8 @@ class Rollout:
         self._pause = Pause()
         self._sampling_params = _read_sampling_params(sampling_params or {}, chat=isinstance(engine, ChatEngine))
         self._max_in_flight = max_in_flight
-        self._engine = engine
+        if replay is not None and replay.engine:
+            engine = ReplayEngine(replay.recording.logprobs_mode)
         generator: TurnGenerator
         if isinstance(engine, ChatEngine):
             generator = ChatGenerator(engine, schemas, self._pause)
@@ -124,11 +130,16 @@ class Rollout:
                 thinking=thinking,
                 needs_tools=bool(schemas),
             )
-            generator = TokenGenerator(engine, self.rendering, schemas, self._pause)
+            generator = (
+                ReplayGenerator(replay, self.rendering, schemas, self._pause)
+                if replay is not None and replay.engine
+                else TokenGenerator(engine, self.rendering, schemas, self._pause)
+            )
+        self._engine = engine
         if any(tool.returns_images for tool in loaded_tools):
             generator.check_images("tool")
         self._generator = generator
-        self._loop = RolloutLoop(generator, loaded_tools, self._pause, _read_rewards(rewards, loaded_tools))
+        self._loop = RolloutLoop(generator, loaded_tools, self._pause, _read_rewards(rewards, loaded_tools), replay)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unknown_tools: set[str] = set()
         self._is_closed = False

@@ -4,7 +4,7 @@ Invariants:
 
 - Every call is answered, including calls that cannot be parsed, calls to unknown tools and surplus calls.
 - Policy faults become an answer that the model reads. Infra faults are recorded and never shown to the model.
-- A tool that ignores its cancellation delays the trajectory by at most `CALL_GRACE_PERIOD_S`.
+- A tool that ignores its timeout and its cancellation delays the trajectory by at most three `CALL_GRACE_PERIOD_S`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 
 from toolroll._internal.text import replace_lone_surrogates
 from toolroll.errors import (
+    BudgetExhausted,
     ConfigError,
     Fault,
     InfraFault,
+    InvalidArguments,
     PolicyFault,
     ToolContractError,
     ToolrollError,
@@ -30,6 +32,7 @@ from toolroll.errors import (
     unknown_name,
 )
 from toolroll.images import Image
+from toolroll.limiter.limited import within_deadline
 from toolroll.rollout.chat.parsed_turn import ParsedCall, ParsedTurn
 from toolroll.rollout.instances import ToolInstances
 from toolroll.rollout.limits import Limits
@@ -38,6 +41,7 @@ from toolroll.rollout.request import AsyncRolloutRequest
 from toolroll.rollout.trajectory import CallRecord
 from toolroll.schemas import ToolResponse
 from toolroll.tools.base_tool import BaseTool
+from toolroll.tracing.context import enter_call
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,9 @@ def plan_tool_calls(parsed: ParsedTurn, tools: Mapping[str, Any], limits: Limits
     calls: list[ParsedCall] = []
     accepted = 0
     for call in parsed.calls:
-        calls.append(replace(call, problem=_find_problem(call, tools, limits, accepted, calls_made)))
+        problem = _find_problem(call, tools)
+        refusal = None if problem else _exceeded_limit(limits, accepted, calls_made)
+        calls.append(replace(call, problem=problem or refusal, over_limit=refusal is not None))
         accepted += calls[-1].problem is None
     if parsed.dropped_calls:
         note = f"The {parsed.dropped_calls} calls after this one were not executed."
@@ -71,13 +77,15 @@ def plan_tool_calls(parsed: ParsedTurn, tools: Mapping[str, Any], limits: Limits
     return calls
 
 
-def _find_problem(
-    call: ParsedCall, tools: Mapping[str, Any], limits: Limits, accepted: int, calls_made: int
-) -> str | None:
+def _find_problem(call: ParsedCall, tools: Mapping[str, Any]) -> str | None:
     if call.problem is not None:
         return call.problem
     if call.name is None or call.name not in tools:
         return unknown_name("tool", call.name or "", tools)
+    return None
+
+
+def _exceeded_limit(limits: Limits, accepted: int, calls_made: int) -> str | None:
     if limits.max_tool_calls is not None and calls_made + accepted >= limits.max_tool_calls:
         return f"This call was not executed. At most {limits.max_tool_calls} tool calls are allowed per conversation."
     if accepted >= limits.max_parallel_calls:
@@ -107,31 +115,37 @@ class ToolExecutor:
 
     async def execute_all(
         self, request: AsyncRolloutRequest, calls: list[ParsedCall], instances: ToolInstances, deadlines: Deadlines
-    ) -> tuple[list[CallRecord], bool]:
+    ) -> list[CallRecord]:
         """Execute the calls of a turn concurrently, until all have ended, time is up or one has an infra fault.
 
         Returns:
-            The record of each call, and True if all calls have ended by themselves.
+            The record of each call.
         """
         started = time.monotonic()
-        timeout_s = min(deadlines.remaining_s(), request.limits.call_timeout + 2 * CALL_GRACE_PERIOD_S)
-        tasks = [asyncio.ensure_future(self._execute(request, call, instances, deadlines)) for call in calls]
+        timeout_s = min(deadlines.remaining_s(), request.limits.call_timeout) + 2 * CALL_GRACE_PERIOD_S
+        tasks = [
+            asyncio.ensure_future(self._execute(request, index, call, instances, deadlines))
+            for index, call in enumerate(calls)
+        ]
         await _wait_or_cancel(tasks, timeout_s, stop_when=lambda task: task.result().fault is Fault.INFRA)
         seconds = time.monotonic() - started
-        ended = [task.done() and not task.cancelled() for task in tasks]
         text = f"The tool call was cancelled after {seconds:.1f} s."
-        records = [
-            task.result() if has_ended else _policy_fault(request, call, text, seconds)
-            for task, call, has_ended in zip(tasks, calls, ended, strict=True)
+        return [
+            task.result() if task.done() and not task.cancelled() else _policy_fault(request, call, text, seconds)
+            for task, call in zip(tasks, calls, strict=True)
         ]
-        return records, all(ended)
+
+    async def tool_rewards(self, request: AsyncRolloutRequest, instances: ToolInstances) -> dict[str, float]:
+        """Return the result of each tool's `calc_reward`. See the function `tool_rewards`."""
+        return await tool_rewards(request, instances)
 
     async def _execute(
-        self, request: AsyncRolloutRequest, call: ParsedCall, instances: ToolInstances, deadlines: Deadlines
+        self, request: AsyncRolloutRequest, index: int, call: ParsedCall, instances: ToolInstances, deadlines: Deadlines
     ) -> CallRecord:
         if call.problem is not None:
-            return _policy_fault(request, call, call.problem)
+            return _policy_fault(request, call, call.problem, malformed=not call.over_limit)
         assert call.name is not None
+        enter_call(request.request_id, request.turn, index)
         started = time.monotonic()
         timeout_s = min(request.limits.call_timeout, deadlines.remaining_s())
         try:
@@ -139,10 +153,13 @@ class ToolExecutor:
                 kwargs = dict(request.tool_kwargs(call.name, "execute"))
                 if call.name in self._accepting_deadline:
                     kwargs["deadline"] = started + timeout_s
-                result = await instances[call.name].execute(call.arguments, **kwargs)
+                with within_deadline(started + timeout_s):
+                    result = await instances[call.name].execute(call.arguments, **kwargs)
                 images = await self._read_images(call.name, result.response)
         except InfraFault as error:
             seconds = time.monotonic() - started
+            if isinstance(error, BudgetExhausted):
+                request.exhausted_budget = error.resource, error.unit
             return _record(request, call, "", seconds, fault=Fault.INFRA, error=str(error), metrics=error.metrics)
         except Exception as error:
             text = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
@@ -151,7 +168,11 @@ class ToolExecutor:
             elif not isinstance(error, ToolrollError):
                 self._log_once(call.name, error)
             answer = self._truncate(replace_lone_surrogates(text), request)
-            return _policy_fault(request, call, answer, time.monotonic() - started)
+            metrics = dict(error.metrics) if isinstance(error, ToolrollError) else {}
+            if isinstance(error, InvalidArguments):
+                metrics["malformed"] = True
+            seconds = time.monotonic() - started
+            return _record(request, call, answer, seconds, fault=Fault.POLICY, error=answer, metrics=metrics)
         answer = self._truncate(replace_lone_surrogates(result.response.text or ""), request)
         seconds = time.monotonic() - started
         return _record(request, call, answer, seconds, reward=result.reward, metrics=result.metrics, images=images)
@@ -231,12 +252,21 @@ async def _wait_or_cancel(
 
 def _record(request: AsyncRolloutRequest, call: ParsedCall, answer: str, seconds: float, **fields: Any) -> CallRecord:
     return CallRecord(
-        turn=request.turn, tool=call.name, arguments=call.arguments, answer=answer, seconds=seconds, **fields
+        turn=request.turn,
+        tool=call.name,
+        arguments=call.arguments,
+        answer=answer,
+        start=time.monotonic() - request.started - seconds,
+        seconds=seconds,
+        **fields,
     )
 
 
-def _policy_fault(request: AsyncRolloutRequest, call: ParsedCall, answer: str, seconds: float = 0.0) -> CallRecord:
-    return _record(request, call, answer, seconds, fault=Fault.POLICY, error=answer)
+def _policy_fault(
+    request: AsyncRolloutRequest, call: ParsedCall, answer: str, seconds: float = 0.0, *, malformed: bool = False
+) -> CallRecord:
+    metrics = {"malformed": True} if malformed else {}
+    return _record(request, call, answer, seconds, fault=Fault.POLICY, error=answer, metrics=metrics)
 
 
 def _accepts_deadline(tool: BaseTool[Any]) -> bool:

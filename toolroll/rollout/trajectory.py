@@ -38,6 +38,10 @@ class FinishReason(StrEnum):
     """An infra fault occurred."""
 
 
+INFRA_FINISH_REASONS = (FinishReason.INFRA, FinishReason.ABORTED)
+"""Finish reasons that the model cannot cause. The conversation is incomplete, so it has no reward."""
+
+
 class Fidelity(StrEnum):
     """Relation between the tokens of a trajectory and those of the engine."""
 
@@ -67,6 +71,8 @@ class CallRecord:
     fault: Fault | None = None
     error: str | None = None
     reward: float | None = None
+    start: float | None = None
+    """Time from the start of the trajectory, in seconds. None in older records."""
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of the tool, such as queue wait, execution time and attempts."""
@@ -82,6 +88,8 @@ class TurnRecord:
     finish: str
     """Finish type that the engine reported."""
     weight_version: str | None = None
+    start: float | None = None
+    """Time from the start of the trajectory, in seconds. None in older records."""
     timings: GenerationTimings
 
 
@@ -97,6 +105,11 @@ class Rewards:
     """Result of each tool's `calc_reward`."""
     functions: Mapping[str, float | None] = field(default_factory=dict)
     """Result of each reward function."""
+
+    @property
+    def has_tool_rewards(self) -> bool:
+        """True if the rewards of steps and tools were computed, which fails if a `calc_reward` fails."""
+        return bool(self.steps)
 
 
 @dataclass(kw_only=True)
@@ -129,7 +142,10 @@ class Trajectory:
     error: str | None = None
     """Error message, if something failed."""
     retryable: bool = True
-    """False if another attempt would fail in the same way, because a reward function or a tool raised an exception."""
+    """False if another attempt would fail in the same way, because a reward function or a tool raised an exception,
+    because a budget is spent, or because a record was replayed."""
+    exhausted_budget: tuple[str, str] | None = None
+    """Resource and unit of the spent budget that ended the trajectory."""
     fidelity: Fidelity
     """Relation between the tokens and those of the engine."""
     logprobs_mode: LogprobsMode | None
@@ -141,6 +157,10 @@ class Trajectory:
     """Responses of the engine, with timings and weight versions."""
     calls: list[CallRecord]
     """Tool calls, in order."""
+    tool_versions: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprint of each tool, which changes with its implementation, `version`, settings and schema."""
+    started_at: float | None = None
+    """Unix time at which the trajectory started. None in older records."""
     seconds: float
     """Duration from creating the tools to releasing them."""
     extra: Mapping[str, Any]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from toolroll._internal.text import shorten
 from toolroll.errors import Fault
 from toolroll.records.record import Record, number, program_outcome
+from toolroll.records.stats.alarms import AlarmCounts, is_malformed
 from toolroll.records.stats.histogram import Histogram
 from toolroll.rollout.trajectory import Trajectory
 from toolroll.run.pass_at_k import PassAtK
@@ -56,6 +57,18 @@ class SampleOutcome(NamedTuple):
     """First line of the error that ended the trajectory, if its outcome is "infra"."""
     retryable: bool = True
     """False if another attempt would fail in the same way."""
+    malformed: bool = False
+    """Whether a call was not executed because of the way in which the model wrote it."""
+
+    @property
+    def alarm_counts(self) -> AlarmCounts:
+        """Counts for the alarms of a run."""
+        return AlarmCounts.of_sample(
+            malformed=self.malformed,
+            outcome=self.outcome,
+            finish_reason=self.finish_reason,
+            fidelity=self.fidelity,
+        )
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory, row: int) -> SampleOutcome:
@@ -80,6 +93,7 @@ class SampleOutcome(NamedTuple):
             programs=_count_programs({"metrics": call.metrics} for call in calls),
             error=_short_error(trajectory.error) if trajectory.outcome == "infra" else None,
             retryable=trajectory.retryable,
+            malformed=any(is_malformed(call.metrics, call.fault) for call in calls),
         )
 
     @classmethod
@@ -104,7 +118,15 @@ class SampleOutcome(NamedTuple):
             fidelity=record.fidelity or "",
             programs=_count_programs(record.calls),
             error=_short_error(record.error) if record.outcome == "infra" else None,
+            malformed=any(is_malformed(call.get("metrics"), call.get("fault")) for call in record.calls),
         )
+
+
+class BudgetRefusal(NamedTuple):
+    """Result of a sample that ended because a budget is spent. It has no record."""
+
+    resource: str
+    unit: str
 
 
 class RunAggregates:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from yaml import YAMLError
 
-from toolroll.errors import ConfigError, explain, unknown_name
+from toolroll.errors import ConfigError, explain, unknown_name, validate
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.rollout.limits import Limits
+from toolroll.tracing.exporter import default_endpoint
 
 ENGINE_CLASSES = {
     "sglang": "toolroll.rollout.engines.sglang.SGLangEngine",
@@ -21,10 +24,18 @@ ENGINE_CLASSES = {
     "openai": "toolroll.rollout.engines.openai.OpenAIEngine",
     "transformers": "toolroll.rollout.engines.transformers_engine.TransformersEngine",
 }
+TrackerName = Literal["mlflow", "tensorboard", "trackio", "wandb"]
 SERVER_KINDS = ("sglang", "vllm", "openai")
 """Engines that are servers, with URLs."""
-PATH_SETTINGS = ("tools", "rollout_data_dir")
-"""Top-level settings that are paths."""
+PATH_SETTINGS = (
+    (None, "tools"),
+    (None, "rollout_data_dir"),
+    (None, "model"),
+    (None, "replay"),
+    ("replay", "directory"),
+    ("data", "path"),
+)
+"""Section and name of the settings that are paths. `model` may be a name instead, and `replay` a mapping."""
 
 
 class _StrictModel(BaseModel):
@@ -43,6 +54,9 @@ class EngineConfig(_StrictModel):
     """Name of the model on the server. Required for `openai`, and for `vllm` if the server has several models."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the engine class, e.g. `max_connections`."""
+    limits: ResourceLimits | None = None
+    """Limits of the requests to the servers: concurrent requests, rates and budgets. The cost of a request are its
+    tokens. A custom engine class gets them as the keyword argument `limits`."""
 
     @field_validator("kind")
     @classmethod
@@ -55,6 +69,8 @@ class EngineConfig(_StrictModel):
     def _check_urls(self) -> Self:
         if self.kind in SERVER_KINDS and not self.urls:
             raise ValueError(f"urls is missing: set the address of the {self.kind} server")
+        if self.kind == "transformers" and self.limits is not None:
+            raise ValueError("limits apply to servers only: remove them, or use another kind of engine")
         return self
 
 
@@ -77,12 +93,14 @@ class DataConfig(_StrictModel):
 
 
 class FunctionConfig(BaseModel):
-    """Reward function with settings. All keys other than `path` are passed to the function as keyword arguments."""
+    """Reward function with settings. All other keys are passed to the function as keyword arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     path: str
     """Dotted path of the function."""
+    limits: ResourceLimits | None = None
+    """Limits of the function's calls. The default name of the resource is the name of the function in the config."""
 
 
 class RewardsConfig(_StrictModel):
@@ -93,12 +111,23 @@ class RewardsConfig(_StrictModel):
     tools: dict[str, float] = Field(default_factory=dict)
     """Weight of each tool's `calc_reward`, by tool name."""
     functions: dict[str, str | FunctionConfig] = Field(default_factory=dict)
-    """Reward functions of the trajectory, by name: a dotted path such as `my.module.correct`, or a mapping with `path`
-    and keyword arguments."""
+    """Reward functions of the trajectory, by name: a dotted path such as `my.module.correct`, or a mapping with `path`,
+    `limits` and keyword arguments."""
     weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward function, by name."""
     solved_at: float = 1.0
     """Total reward from which a trajectory counts as solved, for pass@k."""
+
+
+class ReplayConfig(_StrictModel):
+    """Recorded run whose tool results and tokens are used again."""
+
+    directory: str
+    """The `rollout_data_dir` of the recorded run."""
+    on_miss: Literal["error", "call"] = "error"
+    """What happens if a tool call was not recorded: `error` fails the sample, `call` calls the tool."""
+    engine: bool = True
+    """Whether the sampled tokens come from the records, too. If false, the engine samples."""
 
 
 class RunConfig(_StrictModel):
@@ -146,18 +175,55 @@ class RunConfig(_StrictModel):
     """Record token ids and log-probabilities."""
     max_in_flight: int = Field(default=256, ge=1)
     """Maximum number of concurrent trajectories per worker."""
+    replay: ReplayConfig | None = None
+    """Recorded run to replay: its directory, or a mapping with `directory`, `on_miss` and `engine`."""
     cluster: str | None = None
     """Ray cluster: its address, or `auto` for the cluster of this machine, which is started if there is none. Default:
     run in this process."""
     workers: int | None = Field(default=None, ge=1)
     """Number of workers on a cluster. Default: one per node."""
+    tracker: list[TrackerName] = Field(default_factory=list)
+    """Experiment tracker for the run's metrics, or a list: `mlflow`, `tensorboard`, `trackio` or `wandb`."""
+    tracing: str | None = None
+    """URL of an OpenTelemetry collector, which receives a trace of each trajectory. `true` for the collector that
+    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT` names, or else the one of this machine."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port on which the run exports Prometheus metrics, at `/metrics`."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which the run exports Prometheus metrics."""
+
+    @field_validator("tracker", mode="before")
+    @classmethod
+    def _list_one_tracker(cls, tracker: Any) -> Any:
+        return [tracker] if isinstance(tracker, str) else tracker
+
+    @field_validator("tracing", mode="before")
+    @classmethod
+    def _resolve_collector(cls, tracing: Any) -> Any:
+        # Here, because the workers of a cluster do not have the environment of this process.
+        return {True: default_endpoint(), False: None}[tracing] if isinstance(tracing, bool) else tracing
+
+    @field_validator("replay", mode="before")
+    @classmethod
+    def _read_replay(cls, value: Any) -> Any:
+        return {"directory": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.replay is None:
+            return self
+        if Path(self.replay.directory).resolve() == Path(self.rollout_data_dir).resolve():
+            raise ValueError("replay is the directory of this run: set rollout_data_dir to another one")
+        if self.replay.engine and self.engine.kind == "openai":
+            raise ValueError("replay.engine: records of a chat server have no tokens, so set replay.engine=false")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Load a config file.
 
         Relative paths in the file are resolved against the file's directory, those in overrides against the working
-        directory. omegaconf resolves interpolations such as `${oc.env:NAME,default}`.
+        directory. Interpolations such as `${oc.env:NAME,default}` are resolved after the overrides are applied.
 
         Args:
             path: YAML file.
@@ -170,18 +236,37 @@ class RunConfig(_StrictModel):
             ConfigError: If the file cannot be read or a setting is invalid.
         """
         file = Path(path)
-        try:
-            from_file = _resolve(OmegaConf.load(file), file.parent)
-            from_overrides = _resolve(OmegaConf.from_dotlist(list(overrides)), Path())
-            settings = OmegaConf.to_container(OmegaConf.merge(from_file, from_overrides), resolve=True)
-        except FileNotFoundError:
-            raise ConfigError(f"Config file not found: {file}.") from None
-        except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-            raise ConfigError(f"Cannot read {file}: {str(error).splitlines()[0]}") from error
+        with _reading(file):
+            from_file, from_overrides = OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides))
+            if not isinstance(from_file, DictConfig):
+                raise ValueError("Expected a mapping, got a list.")
+            merged: Any = OmegaConf.to_container(OmegaConf.merge(from_file, from_overrides), resolve=True)
+            settings = {str(key): value for key, value in merged.items()}
+            _make_paths_absolute(settings, OmegaConf.to_container(from_overrides), file.parent)
         try:
             return cls.model_validate(settings)
         except ValidationError as error:
             raise ConfigError(f"{file}: {explain(error, setting_fields(cls))}") from error
+
+
+def load_rewards_config(path: str | Path) -> RewardsConfig:
+    """Load the section `rewards` of a run's config file. The other sections may be incomplete.
+
+    Args:
+        path: YAML file.
+
+    Returns:
+        The validated section.
+
+    Raises:
+        ConfigError: If the file cannot be read, has no such section or a setting in it is invalid.
+    """
+    with _reading(Path(path)):
+        config = OmegaConf.load(path)
+        section = OmegaConf.to_container(config.rewards, resolve=True) if "rewards" in config else None
+    if section is None:
+        raise ConfigError(f"{path}: Missing key 'rewards'. Add a section with reward functions.")
+    return validate(RewardsConfig, section, f"{path}: rewards")
 
 
 def setting_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -194,21 +279,30 @@ def setting_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldI
     return fields
 
 
-def _resolve(config: Any, directory: Path) -> dict[str, Any]:
-    """Return the settings of a config, with absolute paths, since workers may have other working directories."""
-    settings = OmegaConf.to_container(config, resolve=True)
-    if not isinstance(settings, dict):
-        raise ValueError(f"Expected a mapping, got {type(settings).__name__}.")
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise ConfigError for the errors of reading a YAML file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"Config file not found: {file}.") from None
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read {file}: {str(error).splitlines()[0]}") from error
 
-    def absolute(path: Any) -> Any:
-        if isinstance(path, list):
-            return [absolute(one) for one in path]
-        return str((directory / Path(path).expanduser()).absolute()) if isinstance(path, str) else path
 
-    resolved = {str(key): absolute(value) if key in PATH_SETTINGS else value for key, value in settings.items()}
-    data, model = settings.get("data"), settings.get("model")
-    if isinstance(data, dict) and "path" in data:
-        resolved["data"] = {**data, "path": absolute(data["path"])}
-    if isinstance(model, str) and Path(absolute(model)).exists():  # else it is a Hugging Face name
-        resolved["model"] = absolute(model)
-    return resolved
+def _make_paths_absolute(settings: dict[str, Any], overrides: Any, directory: Path) -> None:
+    """Make all paths absolute, since workers may have other working directories."""
+    for section, name in PATH_SETTINGS:
+        values, overridden = (one if section is None else one.get(section) for one in (settings, overrides))
+        if not isinstance(values, dict) or name not in values:
+            continue
+        base = Path() if isinstance(overridden, dict) and name in overridden else directory
+        path = _absolute(values[name], base)
+        if name != "model" or (isinstance(path, str) and Path(path).exists()):  # else it is a Hugging Face name
+            values[name] = path
+
+
+def _absolute(path: Any, directory: Path) -> Any:
+    if isinstance(path, list):
+        return [_absolute(one, directory) for one in path]
+    return str((directory / Path(path).expanduser()).absolute()) if isinstance(path, str) else path

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from toolroll.errors import ConfigError, did_you_mean
+from toolroll.errors import ConfigError, did_you_mean, validate
+from toolroll.rollout.prompt import Prompt
 from toolroll.run.config import DataConfig
 from toolroll.run.row_files import BadRow, NumberedRow, find_row_files
 
@@ -80,25 +81,25 @@ class PromptRows:
                 yield BadRow(number, str(error))
 
     def check(self) -> None:
-        """Check that at least one of the first rows can be read and has all configured columns.
+        """Check that at least one of the first rows is valid.
 
         Raises:
-            ConfigError: If none of them does. The message describes the problem of the first row.
+            ConfigError: If none of them is. The message describes the problem of the first row.
         """
-        columns = [self._config.prompt, self._config.ground_truth, self._config.tools_kwargs]
-        template = [{"column": column} if isinstance(column, str) else column for column in columns]
         problems = []
         for row in islice(self._all_rows(0), CHECKED_ROWS):
             if isinstance(row, BadRow):
                 problems.append(f"Row {row.number}: {row.reason}")
                 continue
             try:
-                _fill_template(template, row[1])
+                to_prompt(row[1], self._config)
                 return
             except MissingColumn as error:
                 available = list(row[1])
                 hint = did_you_mean(error.name, available) or f" (available: {', '.join(available[:12])}, …)"
                 problems.append(f"Unknown column {error.name!r}{hint}.")
+            except InvalidRow as error:
+                problems.append(f"Row {row[0]}: {error}")
         raise ConfigError(f"data: {self.files[0].path}: {next(iter(problems), 'The file has no rows.')}")
 
     def known_length(self) -> int | None:
@@ -148,6 +149,10 @@ def to_prompt(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
         prompt["tools_kwargs"] = _parse_tools_kwargs(_get(row, config.tools_kwargs))
     elif "tools_kwargs" in row:
         prompt["tools_kwargs"] = _parse_tools_kwargs(row["tools_kwargs"])
+    try:
+        validate(Prompt, prompt, "Invalid prompt")
+    except ConfigError as error:
+        raise InvalidRow(str(error)) from None
     return prompt
 
 

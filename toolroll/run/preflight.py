@@ -58,10 +58,13 @@ async def check(config: RunConfig, on_phase: Callable[[str], None] = lambda _: N
     on_phase("Checking the data")
     PromptRows(config.data).check()
     on_phase("Loading the tools")
-    for tool in sandbox_tools(config):
+    replay = config.replay
+    for tool in sandbox_tools(config) if replay is None or replay.on_miss == "call" else ():
         on_phase("Waiting for the sandbox")
         await _check_servers(config, tool.name, "sandbox", _as_list(tool.settings.sandbox_fusion_url))
-    if config.engine.kind in SERVER_KINDS:  # the URLs of a custom engine class may mean anything
+    if config.engine.kind in SERVER_KINDS and (
+        replay is None or not replay.engine
+    ):  # the URLs of a custom engine class may mean anything
         on_phase("Waiting for the engine")
         await _check_servers(config, "engine", config.engine.kind, _as_list(config.engine.urls))
 

@@ -1,9 +1,13 @@
 """Track which samples of a run are done, so that an interrupted run can resume.
 
 The records are the source of truth: a sample is done when its record exists. When all samples of a step are done, the
-step and its aggregates are appended to the file `.complete`, so that a resumed run reads only the records of incomplete
-steps. The file is a cache: an entry counts only if the record files of the step have the size and modification time
-that it states. Otherwise the records are read, and samples whose records are missing are produced again.
+step, its aggregates and its counts for the alarms are appended to the file `.complete`, so that a resumed run reads
+only the records of incomplete steps. The file is a cache: an entry counts only if the record files of the step have the
+size and modification time that it states, and if it was made with the same `solved_at`. Otherwise the records are read,
+and samples whose records are missing are produced again.
+
+A resumed run attempts samples again that failed because of the infrastructure: their records are moved to the directory
+`.superseded`, which readers skip.
 
 Invariants:
 
@@ -26,13 +30,17 @@ from typing import Any
 
 import orjson
 
-from toolroll.records.directory import DUMP_SUFFIX, dump_files
-from toolroll.records.reader import RecordIterator
+from toolroll.records.directory import DUMP_SUFFIX, DumpFile, dump_files
+from toolroll.records.json_line import BadLine
+from toolroll.records.reader import RecordIterator, check_complete, read_lines
+from toolroll.records.record import Record
+from toolroll.records.stats.alarm_blocks import AlarmBlocks, BlockCounts
 from toolroll.run.aggregates import RunAggregates, SampleOutcome
 
 logger = logging.getLogger(__name__)
 
 COMPLETE_STEPS_FILE = ".complete"
+SUPERSEDED_DIR = ".superseded"
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class _OpenStep:
         self.done = bytearray(prompts * n)
         self.missing = prompts * n
         self.aggregates = RunAggregates(n, solved_at)
+        self.block_counts = BlockCounts(n)
 
 
 class ResumeState:
@@ -67,8 +76,13 @@ class ResumeState:
         self.directory = directory
         self.aggregates = RunAggregates(n, solved_at)
         """Aggregated outcomes of all completed samples."""
+        self.alarm_blocks = AlarmBlocks(n)
+        """Alarms about all completed samples."""
+        self.bad_rows = 0
+        """Number of skipped rows."""
         self._n = n
         self._prompts_per_step = prompts_per_step
+        self._solved_at = solved_at
         self._complete_steps: set[int] = set()
         self._open_steps: dict[int, _OpenStep] = defaultdict(partial(_OpenStep, prompts_per_step, n, solved_at))
 
@@ -93,34 +107,41 @@ class ResumeState:
         """Mark a recorded sample as done, unless it already is."""
         if not self.is_done(outcome.row, outcome.sample):
             self.aggregates.add(outcome)
-            self._open_steps[self.step_of(outcome.row)].aggregates.add(outcome)
+            self.alarm_blocks.add(outcome.row, outcome.alarm_counts)
+            step = self._open_steps[self.step_of(outcome.row)]
+            step.aggregates.add(outcome)
+            step.block_counts.add(outcome.row, outcome.alarm_counts)
             self._mark_done(outcome.row, [outcome.sample])
 
     def skip_row(self, row: int) -> None:
         """Mark all samples of an invalid row as done."""
         if self.step_of(row) not in self._complete_steps:
+            self.bad_rows += 1
+            self.alarm_blocks.skip_row(row)
+            self._open_steps[self.step_of(row)].block_counts.skip_row(row)
             self._mark_done(row, range(self._n))
 
     def load(self) -> None:
         """Read the samples that earlier runs have completed."""
-        for step, aggregates in self._read_complete_steps().items():
+        complete_steps = self._read_complete_steps()
+        for step in sorted(complete_steps):
+            aggregates, block_counts = complete_steps[step]
             self._complete_steps.add(step)
+            self.bad_rows += self._prompts_per_step - aggregates.summary()["trajectories"] // self._n
             self.aggregates.merge(aggregates)
+            self.alarm_blocks.restore(block_counts)
         for outcome in recorded_outcomes(self.directory, lambda step: step not in self._complete_steps):
             self.add(outcome)
 
-    def _read_complete_steps(self) -> dict[int, RunAggregates]:
-        """Return the aggregates of the steps whose record files have not changed since they were completed."""
-        complete = self.directory / COMPLETE_STEPS_FILE
-        entries: dict[int, tuple[Any, RunAggregates]] = {}
-        for line in complete.read_bytes().splitlines() if complete.exists() else ():
-            try:
-                entry = orjson.loads(line)
-                entries[entry["step"]] = entry["files"], RunAggregates.from_state(entry["tally"])
-            except (ValueError, LookupError, TypeError):
-                continue  # a truncated line of a killed run: the records of the step are read instead
-        folders = _record_folders(self.directory)
-        return {step: found for step, (files, found) in entries.items() if files == _file_states(folders, step)}
+    def _read_complete_steps(self) -> dict[int, tuple[RunAggregates, BlockCounts]]:
+        """Return the counts of the complete steps. The records of the others are read."""
+        steps = {}
+        for entry in _complete_entries(self.directory):
+            if entry["tally"]["solved_at"] == self._solved_at:
+                with contextlib.suppress(ValueError, LookupError, TypeError):  # of another version
+                    block_counts = BlockCounts.from_state(self._n, entry["alarm_blocks"])
+                    steps[entry["step"]] = RunAggregates.from_state(entry["tally"]), block_counts
+        return steps
 
     def _index(self, row: int, sample: int) -> int:
         return row % self._prompts_per_step * self._n + sample
@@ -133,7 +154,8 @@ class ResumeState:
         step.missing -= len(samples)
         if step.missing <= 0:
             files = _file_states(_record_folders(self.directory), number)
-            line = orjson.dumps({"step": number, "files": files, "tally": step.aggregates.state()})
+            counts = {"tally": step.aggregates.state(), "alarm_blocks": step.block_counts.state()}
+            line = orjson.dumps({"step": number, "files": files, **counts})
             try:
                 with (self.directory / COMPLETE_STEPS_FILE).open("ab") as file:
                     file.write(b"\n" + line + b"\n")  # the first newline ends a line that was left truncated
@@ -141,6 +163,18 @@ class ResumeState:
                 logger.warning("Cannot write %s: %s.", self.directory / COMPLETE_STEPS_FILE, error.strerror)
             self._complete_steps.add(number)
             del self._open_steps[number]
+
+
+def _complete_entries(directory: Path) -> list[dict[str, Any]]:
+    """Return the entries of the steps whose record files have not changed since they completed."""
+    complete, folders = directory / COMPLETE_STEPS_FILE, _record_folders(directory)
+    entries = []
+    for line in complete.read_bytes().splitlines() if complete.exists() else ():
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # truncated by a kill, or of an earlier version
+            entry = orjson.loads(line)
+            if entry["files"] == _file_states(folders, entry["step"]) and "solved_at" in entry["tally"]:
+                entries.append(entry)
+    return entries
 
 
 def _record_folders(directory: Path) -> list[Path]:
@@ -173,3 +207,66 @@ def recorded_outcomes(directory: Path, is_wanted: Callable[[int], bool]) -> Iter
     for record in RecordIterator(files):
         if record.is_native and record.group is not None and record.group.isdecimal() and record.sample is not None:
             yield SampleOutcome.from_record(record, int(record.group))
+
+
+def has_records(directory: Path, *, failed: bool) -> bool:
+    """Return True if a directory or its subdirectories contain records. Those of failed samples count if `failed`."""
+    return any(failed or not _is_failed(record) for record in RecordIterator(dump_files(directory)))
+
+
+def set_aside_failed(directory: Path) -> int:
+    """Move the records of failed samples of a run out of the way. No other process may write meanwhile.
+
+    Args:
+        directory: The run's `rollout_data_dir`.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        OSError: If a file cannot be read or written. No record is lost.
+    """
+    complete = _complete_entries(directory)
+    without_failures = {one["step"] for one in complete if "infra" not in one["tally"]["counts"]["outcomes"]}
+    files = [file for file in dump_files(directory) if file.step is not None and file.step not in without_failures]
+    return sum(_set_aside(file, directory) for file in files)
+
+
+def _set_aside(file: DumpFile, directory: Path) -> int:
+    path = Path(file.path)
+    with path.open("rb") as records:
+        if not any(map(_has_failed, read_lines(records))):
+            return 0
+    target = directory / SUPERSEDED_DIR / path.relative_to(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # First the copy, then the file without the lines: a crash in between leaves them in both.
+    moved = _copy_lines(path, target, "ab", _has_failed)
+    kept = path.with_name(f".{path.name}.new")
+    _copy_lines(path, kept, "wb", lambda line: not _has_failed(line))
+    kept.replace(path)
+    return moved
+
+
+def _copy_lines(source: Path, target: Path, mode: str, is_wanted: Callable[[bytes], bool]) -> int:
+    """Copy some lines of a file one by one, as the file may be larger than the memory. Return their number."""
+    copied = 0
+    with source.open("rb") as lines, target.open(mode) as file:
+        for line in filter(is_wanted, read_lines(lines)):
+            file.write(line)
+            copied += 1
+        file.flush()
+        os.fsync(file.fileno())
+    return copied
+
+
+def _has_failed(line: bytes) -> bool:
+    if b'"infra"' not in line:
+        return False
+    try:
+        return _is_failed(Record.parse(check_complete(line)))
+    except BadLine:
+        return False
+
+
+def _is_failed(record: Record) -> bool:
+    return record.is_native and record.outcome == "infra"

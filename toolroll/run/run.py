@@ -14,15 +14,21 @@ from typing import Any, Self
 
 from toolroll._internal.ray_cluster import NoCluster, connect, start_local
 from toolroll.errors import RecordsNotWritten, RunFailed
-from toolroll.limiter.registry import get_limiter
+from toolroll.limiter.budget_file import BUDGET_SAVE_INTERVAL_S, BudgetFile
+from toolroll.limiter.registry import close_limiters, get_limiter, limiter_slots
 from toolroll.rollout.distributed.dispatch import NO_LEASE_S
 from toolroll.rollout.distributed.worker import COORDINATOR_RETRY_INTERVAL_S, Worker
 from toolroll.rollout.progress import RolloutProgress
+from toolroll.run.budgets import budget_limits
 from toolroll.run.config import RunConfig
-from toolroll.run.retry import set_aside_failed
-from toolroll.run.run_coordinator import RunCoordinator, lock_directory
-from toolroll.run.sample_worker import SampleWorker, sandbox_tools
+from toolroll.run.data import PromptRows
+from toolroll.run.reporting.reporter import REPORT_INTERVAL_S, RunReporter
+from toolroll.run.resume import set_aside_failed
+from toolroll.run.run_coordinator import RunCoordinator, lock_directory, mcp_identity
+from toolroll.run.sample_worker import SampleWorker, load_tools, sandbox_tools
 from toolroll.run.status import RunSnapshot
+from toolroll.tools.cache.backend import stop_cluster_store
+from toolroll.tools.cache.tool_calls import cache_files
 
 FAILURE_CHECK_INTERVAL_S = 0.5
 """Interval at which `wait` checks whether the run makes sense to continue."""
@@ -39,9 +45,11 @@ class Run:
 
     Attributes:
         retried: Number of samples that failed in an earlier run and are attempted again.
+        started_cluster: Whether the run has started the Ray cluster that it uses, and stops it at the end.
 
     Raises:
-        ConfigError: On entering, if the data, the engine, the tools or the run's directory cannot be used.
+        ConfigError: On entering, if the data, the engine, the tools, the run's directory or its `budgets.json` cannot
+            be used.
 
     Example:
         ```python
@@ -55,29 +63,58 @@ class Run:
 
     _backend: _LocalBackend | _RayBackend
     _running: asyncio.Task[None]
+    _budgets: BudgetFile
+    _saving_budgets: asyncio.Task[None]
+    _reporter: RunReporter
+    _reporting: asyncio.Task[None] | None = None
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.retried = 0
+        self.started_cluster = False
         self._final_status: RunSnapshot | None = None
 
     async def __aenter__(self) -> Self:
         if self.config.retry == "infra":
             self.retried = await asyncio.to_thread(_set_aside_failed, self.config)
+        self._budgets = BudgetFile(Path(self.config.rollout_data_dir))
         self._backend = _LocalBackend(self.config) if self.config.cluster is None else _RayBackend(self.config)
+        self.started_cluster = self._backend.started_cluster
+        try:
+            await asyncio.to_thread(self._budgets.restore, budget_limits(self.config))
+            self._reporter = RunReporter(self.config)
+        except BaseException:
+            await asyncio.to_thread(self._budgets.close)
+            await self._backend.close()
+            raise
+        self._saving_budgets = asyncio.create_task(self._save_budgets())
         self._running = asyncio.create_task(self._backend.workers.run())
+        if self._reporter.is_active:
+            self._reporting = asyncio.create_task(self._report())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
+        tasks = [task for task in (self._running, self._saving_budgets, self._reporting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            self._final_status = await self._backend.status()
+            try:
+                await self._backend.stop_workers()
+            finally:
+                await asyncio.to_thread(self._budgets.close)  # when nothing is spent any more
+            self._final_status = await self.status()
+            self._reporter.report(self._final_status)
         finally:
-            await self._backend.close()
+            try:
+                await self._backend.close()
+            finally:
+                await self._reporter.close()
 
     async def wait(self) -> None:
-        """Wait until all trajectories are recorded.
+        """Wait until all trajectories are recorded, or until a budget is spent and the running ones have ended.
+
+        `status().exhausted` states whether a budget is spent.
 
         Raises:
             RunFailed: If the first trajectories all failed with the same error.
@@ -100,15 +137,30 @@ class Run:
         Raises:
             WorkersFailed: If the coordinator on a cluster died and could not be restarted.
         """
-        return self._final_status or await self._backend.status()
+        if self._final_status is not None:
+            return self._final_status
+        status = await self._backend.status()
+        return replace(status, spent=await asyncio.to_thread(self._budgets.spent))
+
+    async def _save_budgets(self) -> None:
+        while True:
+            await asyncio.sleep(BUDGET_SAVE_INTERVAL_S)
+            await asyncio.to_thread(self._budgets.save)
+
+    async def _report(self) -> None:
+        while True:
+            self._reporter.report(await self.status())
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
 
 class _LocalBackend:
     """Runs the coordinator and one worker in this process."""
 
+    started_cluster = False
+
     def __init__(self, config: RunConfig) -> None:
         self._limits = _resource_limits(config)
-        self._runner = SampleWorker(config, separate_directories=False)
+        self._runner = SampleWorker(config, separate_directories=False, data_hash=PromptRows(config.data).fingerprint())
         # The coordinator is created last, because it locks the run's directory.
         self._coordinator = RunCoordinator(config, workers=1, in_process=True)
         execute, commit = self._runner.execute, self._runner.commit
@@ -118,7 +170,10 @@ class _LocalBackend:
     async def status(self) -> RunSnapshot:
         limiters = [get_limiter(resource, limit) for resource, limit in self._limits.items()]
         status = _with_progress(await self._coordinator.status(), self._runner.rollout.progress())
-        return _with_slots(status, ((one.in_use, one.limit) for one in limiters))
+        return _with_slots(replace(status, slots=limiter_slots()), ((one.in_use, one.limit) for one in limiters))
+
+    async def stop_workers(self) -> None:
+        """Do nothing: the worker has stopped with its `run()`."""
 
     async def close(self) -> None:
         await self._runner.close()
@@ -129,7 +184,7 @@ class _RayBackend:
     """Runs the coordinator as an actor on this node, and workers on all nodes."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._owns_connection = _connect(str(config.cluster))
+        self._owns_connection, self.started_cluster = _connect(str(config.cluster))
         import ray
 
         from toolroll.rollout.distributed.worker_pool import WorkerPool, count_nodes, local_actor
@@ -141,7 +196,16 @@ class _RayBackend:
         coordinator_class = local_actor(RunCoordinator, max_restarts=-1)
         self._coordinator: Any = coordinator_class.remote(config, workers)
         self._last_status: RunSnapshot | None = None
-        make_runner = partial(SampleWorker, config, separate_directories=True, import_paths=list(sys.path))
+        tools = load_tools(config)
+        self._cache_files = cache_files(tools, run_directory=Path(config.rollout_data_dir))
+        make_runner = partial(
+            SampleWorker,
+            config,
+            separate_directories=True,
+            import_paths=list(sys.path),
+            data_hash=PromptRows(config.data).fingerprint(),
+            mcp_identity=mcp_identity(tools),
+        )
         self.workers = WorkerPool(
             self._coordinator, make_runner, workers=workers, capacity=config.max_in_flight, name="worker"
         )
@@ -161,12 +225,20 @@ class _RayBackend:
                 return _with_slots(status, await asyncio.to_thread(self._slots))
             await asyncio.sleep(COORDINATOR_RETRY_INTERVAL_S)
 
+    async def stop_workers(self) -> None:
+        """Stop the workers, which return the credit that they have not spent."""
+        await self.workers.progress()  # the last one that can be known
+        await self.workers.stop()
+
     async def close(self) -> None:
-        self.workers.kill()
+        await self.workers.stop()
         with contextlib.suppress(self._ray.exceptions.RayError):  # then the next run waits until the leases expire
             await self._coordinator.close.remote()
         self._ray.kill(self._coordinator)
+        for path in self._cache_files:
+            stop_cluster_store(path)
         if self._owns_connection:
+            await asyncio.to_thread(close_limiters)
             self._ray.shutdown()
 
     def _slots(self) -> list[tuple[int, int]]:
@@ -194,15 +266,19 @@ def _set_aside_failed(config: RunConfig) -> int:
         lock.release()
 
 
-def _connect(address: str) -> bool:
-    """Connect to a cluster, starting one if `auto` finds none. Return False if this process was already connected."""
+def _connect(address: str) -> tuple[bool, bool]:
+    """Connect to a cluster, starting one if `auto` finds none.
+
+    Returns:
+        Whether this call connected the process, and whether it started the cluster.
+    """
     try:
-        return connect(address)
+        return connect(address), False
     except NoCluster:
         if address != "auto" or "RAY_ADDRESS" in os.environ:
             raise
     start_local(num_cpus=os.cpu_count() or 1)
-    return True
+    return True, True
 
 
 def _resource_limits(config: RunConfig) -> dict[str, int]:

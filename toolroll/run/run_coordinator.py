@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolroll.errors import RecordsNotWritten
+from toolroll.errors import ConfigError, RecordsNotWritten
 from toolroll.rollout.distributed.coordinator import WorkCoordinator
 from toolroll.rollout.distributed.dispatch import WORKER_LEASE_S, Key, LostWorker, Results, WorkItem
+from toolroll.run.aggregates import BudgetRefusal
 from toolroll.run.config import RunConfig
 from toolroll.run.data import PromptRows
 from toolroll.run.early_stop import EarlyStop
@@ -25,6 +26,9 @@ from toolroll.run.row_files import BadRow
 from toolroll.run.run_lock import RunLock
 from toolroll.run.status import RunSnapshot
 from toolroll.run.write_fence import FENCE_RETRY_INTERVAL_S, fence, permit
+from toolroll.tools.base_tool import BaseTool
+from toolroll.tools.mcp.mcp_tool import McpTool
+from toolroll.tools.registry import ToolType, initialize_tools_from_config
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +48,35 @@ def lock_directory(config: RunConfig, rows: PromptRows | None = None) -> RunLock
         "n": config.n,
         "prompts_per_step": config.prompts_per_step,
         "model": config.model or config.engine.model,
+        **mcp_identity(_mcp_tools(config)),
     }
-    return RunLock(Path(config.rollout_data_dir), identity)
+    return RunLock(Path(config.rollout_data_dir), identity, keeps_failed=config.retry == "none")
+
+
+def _mcp_tools(config: RunConfig) -> list[BaseTool[Any]]:
+    """Return the MCP tools of a run. The modules of other tools can only be imported by the driver and the workers."""
+    return initialize_tools_from_config(config.tools, kind=ToolType.MCP) if config.tools else []
+
+
+def mcp_identity(tools: Iterable[BaseTool[Any]]) -> dict[str, str | None]:
+    """Return the names and the hashes of the schemas of MCP tools. Their servers can change them between two runs."""
+    hashes = {tool.name: tool.schema_hash for tool in tools if isinstance(tool, McpTool)}
+    return {"mcp_tools": ", ".join(hashes) or None, **{f"mcp_tools.{name}": one for name, one in hashes.items()}}
+
+
+def check_mcp_identity(tools: Iterable[BaseTool[Any]], expected: Mapping[str, str | None]) -> None:
+    """Check that the MCP tools of a worker are those with which the run was started.
+
+    Raises:
+        ConfigError: If a server has changed the names or schemas of its tools.
+    """
+    found = mcp_identity(tools)
+    for key in {**expected, **found}:
+        if found.get(key) != expected.get(key):
+            raise ConfigError(
+                f"The run was started with {key}={expected.get(key)!r}, but a worker found {key}={found.get(key)!r}. "
+                "Pin the version of the MCP server."
+            )
 
 
 class RunCoordinator(WorkCoordinator[SampleItem]):
@@ -76,8 +107,10 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
         self._resumed = self._resume_state.aggregates.summary()
         self._started_at: float | None = None
         """Time at which the first item was assigned."""
-        self._bad_rows = 0
         self._early_stop = EarlyStop()
+        self._refusal: BudgetRefusal | None = None
+        """First sample that ended because a budget is spent. No samples are assigned after it."""
+        self._refused = 0
 
     async def register(self, worker: str, lease_s: float = WORKER_LEASE_S) -> None:
         """Register a worker and permit it to write records. A request that is repeated late has no effect."""
@@ -97,7 +130,12 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
         await super().deregister(worker)
 
     def record_result(self, key: Key, result: Any) -> None:
-        """Mark a sample as done."""
+        """Mark a sample as done, or stop assigning samples if a budget is spent."""
+        if isinstance(result, BudgetRefusal):
+            self._refusal = self._refusal or result
+            self._refused += 1
+            self.stop()
+            return
         self._resume_state.add(result)
         self._early_stop.add(result)
 
@@ -114,7 +152,8 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
         """Return the current status of the run, without the limiters' slots."""
         aggregates, resumed = self._resume_state.aggregates.summary(), self._resumed
         done, running = aggregates["trajectories"], self.dispatch.assigned
-        total = None if self._row_count is None else (self._row_count - self._bad_rows) * self._config.n
+        bad_rows = self._resume_state.bad_rows
+        total = None if self._row_count is None else (self._row_count - bad_rows) * self._config.n
         return RunSnapshot(
             done=done,
             running=running,
@@ -126,8 +165,11 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
             lost_workers=self.lost_workers,
             seconds=0.0 if self._started_at is None else time.monotonic() - self._started_at,
             resumed=resumed["trajectories"],
-            bad_rows=self._bad_rows,
+            bad_rows=bad_rows,
             failure=self._early_stop.failure,
+            exhausted=self._refusal and f"The {self._refusal.unit} budget of {self._refusal.resource!r} is spent.",
+            refused=self._refused,
+            alarms=self._resume_state.alarm_blocks.alarms.figures(),
             aggregates=aggregates,
         )
 
@@ -147,9 +189,10 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
 
     def _work_items(self) -> Iterator[WorkItem[SampleItem]]:
         """Yield the samples that are not done, in the order of the data."""
-        for row in self._rows.rows(self._resume_state.first_row()):
+        first_row = row_count = self._resume_state.first_row()
+        for row in self._rows.rows(first_row):
+            row_count = row[0] + 1
             if isinstance(row, BadRow):
-                self._bad_rows += 1
                 self._resume_state.skip_row(row.number)
                 logger.warning("Skipping row %d of the data: %s", row.number, row.reason)
                 continue
@@ -157,3 +200,4 @@ class RunCoordinator(WorkCoordinator[SampleItem]):
             self._started_at = self._started_at or time.monotonic()
             for sample in self._resume_state.missing_samples(number):
                 yield WorkItem((number, sample), SampleItem(number, sample, prompt))
+        self._resume_state.alarm_blocks.end_data(row_count)

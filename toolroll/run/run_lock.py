@@ -4,8 +4,8 @@ Invariants:
 
 - At most one run is active in a directory. The lock is on the directory itself, so deleting a file does not release it.
   NFS cannot lock directories, so the file `.lock` is locked too.
-- Records of runs with different data, `n` or model never mix in a directory. A run that left no records, e.g. because
-  its model name was misspelled, does not reserve the directory.
+- Records of runs with different data, `n` or model never mix in a directory. A run that left no records, or only those
+  of failed samples, e.g. because its model name was misspelled, does not reserve the directory.
 - No worker of an earlier run can write any more: all its directories are fenced (`write_fence.py`).
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from toolroll.errors import ConfigError
+from toolroll.run.resume import has_records
 from toolroll.run.write_fence import FENCE_RETRY_INTERVAL_S, PERMISSION_FILE, fence
 
 logger = logging.getLogger(__name__)
@@ -36,19 +37,19 @@ class RunLock:
     Args:
         directory: The run's `rollout_data_dir`. It is created if necessary.
         identity: Settings that all runs in the directory must share.
+        keeps_failed: Count the records of failed samples, because the run does not attempt these samples again.
 
     Raises:
         ConfigError: If another run is active in the directory, or it contains records of a different run.
     """
 
-    def __init__(self, directory: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, identity: dict[str, Any], *, keeps_failed: bool = True) -> None:
         self._locks = contextlib.ExitStack()
         _lock(directory, self._locks)
         try:
             for permission in directory.glob(f"*/{PERMISSION_FILE}"):
                 _fence(permission.parent)
-            has_records = any(file.stat().st_size for file in directory.rglob("*.jsonl"))
-            _check_identity(directory, identity, may_replace=not has_records)
+            _check_identity(directory, identity, may_replace=not has_records(directory, failed=keeps_failed))
         except BaseException:
             self.release()
             raise

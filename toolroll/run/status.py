@@ -29,6 +29,9 @@ class RunSnapshot:
     """Number of slots in use, summed over all limited resources; None if there are none, or it is unknown."""
     limit: int | None = None
     """Limit of the slots in use; None if there is none, or it is unknown."""
+    slots: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Slots of each limited resource by state: limit, in use and waiting. Empty on a cluster, whose limiters export
+    them through Ray."""
     workers: int
     """Number of registered workers."""
     lost_workers: int = 0
@@ -41,6 +44,14 @@ class RunSnapshot:
     """Number of rows that cannot be used."""
     failure: str | None = None
     """Why the run should stop: all trajectories so far have failed in the same way."""
+    exhausted: str | None = None
+    """Why the run has stopped starting trajectories: the budget of a resource is spent."""
+    refused: int = 0
+    """Number of trajectories that ended because a budget is spent. They are not recorded."""
+    spent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What has been spent of the budgets, by resource and unit."""
+    alarms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Shares that are watched, by name: `share` of the last samples, `baseline`, and whether there is an `alarm`."""
     aggregates: dict[str, Any] = field(default_factory=dict)
     """Aggregated outcomes of all recorded trajectories, see `RunAggregates.summary()`."""
 
@@ -66,6 +77,7 @@ class RunRates:
 def seconds_left(snapshot: RunSnapshot) -> float | None:
     """Return the estimated remaining time at the average rate so far, or None if it cannot be estimated."""
     done = snapshot.done - snapshot.resumed
-    if snapshot.total is None or done <= 0 or snapshot.seconds <= 0 or snapshot.unreachable:
+    is_stalled = bool(snapshot.unreachable) or snapshot.exhausted is not None
+    if snapshot.total is None or done <= 0 or snapshot.seconds <= 0 or is_stalled:
         return None
     return max(0, snapshot.total - snapshot.done) * snapshot.seconds / done

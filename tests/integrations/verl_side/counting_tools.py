@@ -7,25 +7,28 @@ from toolroll import SandboxFusionTool, ToolResponse, tool
 from toolroll.tools.gsm8k_tool import Gsm8kTool
 
 seen: Counter[str] = Counter()
-rewarded: Counter[str] = Counter()
-alive: set[str] = set()
+rewarded: Counter[tuple[str, str]] = Counter()
+"""How often an instance was rewarded, by tool and id: the instances of a trajectory share an id."""
+alive: set[tuple[str, str]] = set()
 
 
 class _Counted:
+    name: str
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         created = await super().create(instance_id, **kwargs)  # type: ignore[misc]
         seen["created"] += 1
-        alive.add(created[0])
+        alive.add((self.name, created[0]))
         return created
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        rewarded[instance_id] += 1
+        rewarded[self.name, instance_id] += 1
         return await super().calc_reward(instance_id, **kwargs)  # type: ignore[misc]
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         await super().release(instance_id, **kwargs)  # type: ignore[misc]
         seen["released"] += 1
-        alive.discard(instance_id)
+        alive.discard((self.name, instance_id))
 
 
 class CountedInterpreter(_Counted, SandboxFusionTool):
@@ -37,7 +40,7 @@ class CountedGsm8k(_Counted, Gsm8kTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         result = await super().execute(instance_id, parameters, **kwargs)
-        rewarded[instance_id] -= 1
+        rewarded[self.name, instance_id] -= 1
         return result
 
 

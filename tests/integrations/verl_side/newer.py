@@ -107,7 +107,14 @@ class Newer:
     def _sample(self, step: int, prompts: int) -> Any:
         if NEWEST:
             return self.buffer.sample(global_steps=step, partition_id="train", batch_size=prompts)[0]
-        return self.buffer.sample("train", global_steps=step)
+        for _ in range(30):
+            try:
+                return self.buffer.sample("train", global_steps=step)
+            except KeyError as error:
+                # TransferQueue adds a key before its tags. The buffer fails if it has looked in between.
+                if error.args != ("global_steps",):
+                    raise
+        raise TimeoutError(f"The samples of step {step} have no tags")
 
     def _samples(self, sampled: Any) -> list[dict[str, Any]]:
         fields = [

@@ -138,12 +138,19 @@ async def weights(engine: TransformersEngine) -> dict[str, Any]:
     }
 
 
-async def main() -> None:
+async def leave(engine: TransformersEngine) -> None:
+    """End the event loop during a call."""
+    task = asyncio.create_task(engine.generate("left", [1, 2, 3], {"max_new_tokens": 2000, "ignore_eos": True}))
+    await asyncio.sleep(0.5)
+    assert not task.done()
+
+
+async def main() -> dict[str, Any]:
     async with TransformersEngine(MODEL, seed=0) as engine:
+        await asyncio.to_thread(asyncio.run, leave(engine))
         seen = {"rollouts": await rollouts(engine), "batches": await batches(engine)}
-        seen |= {"aborts": await aborts(engine), "weights": await weights(engine)}
-    RESULT.write_text(json.dumps(seen))
+        return seen | {"aborts": await aborts(engine), "weights": await weights(engine)}
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    RESULT.write_text(json.dumps(asyncio.run(main())))

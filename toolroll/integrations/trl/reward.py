@@ -13,6 +13,8 @@ from functools import wraps
 from statistics import fmean
 from typing import Any
 
+from toolroll.rollout.trajectory import FinishReason
+
 Fields = Sequence[Mapping[str, Any]]
 LogMetric = Callable[[str, float], None]
 
@@ -90,6 +92,8 @@ def batch_metrics(samples: Fields) -> dict[str, float]:
     """
     calls = sum(one["calls"] for one in samples)
     metrics = {name: fmean(one[name] for one in samples) for name in ("rerendered", "lost_tokens", "turns", "calls")}
+    metrics["malformed"] = fmean(one["malformed_calls"] > 0 for one in samples)
+    metrics["truncated"] = fmean(one["finish_reason"] == FinishReason.LENGTH for one in samples)
     metrics["left_out"] = fmean(one["left_out"] is not None for one in samples)
     metrics["seconds/max"] = max(one["seconds"] for one in samples)
     if calls:

@@ -27,7 +27,7 @@ from toolroll.integrations.verl.recording import RecordSink
 from toolroll.integrations.verl.reward import reward_rule
 from toolroll.integrations.verl.server_engine import VerlServerEngine
 from toolroll.integrations.verl.settings import AgentSettings, resolve_limits
-from toolroll.integrations.verl.toolbox import convert_tools, select_tools
+from toolroll.integrations.verl.toolbox import add_tools, convert_tools, select_tools
 from toolroll.rollout.chat.formats import load_rendering
 from toolroll.rollout.chat.rendering import Rendering
 from toolroll.rollout.engines.base import LogprobsMode
@@ -221,6 +221,7 @@ class ToolrollAgentLoop(AgentLoopBase):  # type: ignore[misc,unused-ignore]
         path = rollout.multi_turn.get("tool_config_path")
         template = OmegaConf.to_container(OmegaConf.create(dict(self.apply_chat_template_kwargs or {})))
         tools = convert_tools(loaded_tools, resolve_config_path(path) if path else None)
+        tools = add_tools(tools, resolve_config_path(self.settings.tools) if self.settings.tools else None)
         rendering = load_rendering(
             self.tokenizer,
             self.settings.model_format,

@@ -49,6 +49,8 @@ class AgentSettings(BaseModel):
 
     limits: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Limits`."""
+    tools: str | None = None
+    """Path of a tool config with further tools, such as MCP tools, which verl itself cannot load."""
     model_format: str | None = None
     """Chat format of the model. By default, it is found by the chat template."""
     tool_prompt: Literal["hermes"] | None = None

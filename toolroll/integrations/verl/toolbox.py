@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from toolroll.errors import ConfigError, unknown_name
 from toolroll.schemas import ToolResponse
 from toolroll.tools.base_tool import BaseTool, ToolResult, as_result
-from toolroll.tools.registry import build, read_entries
+from toolroll.tools.registry import ToolEntry, build, initialize_tools_from_config, read_entries, set_cache
 
 
 class VerlTool(BaseTool[None]):
@@ -25,11 +26,18 @@ class VerlTool(BaseTool[None]):
 
     Args:
         tool: The tool as verl created it.
-        tool_schema: Schema from the config file. By default, that of the tool.
+        entry: Entry of the config file, whose schema and limits replace those of the tool.
+
+    Raises:
+        ConfigError: If the entry has a cache: the tool may depend on its trajectory.
     """
 
-    def __init__(self, tool: Any, tool_schema: Any = None) -> None:
-        super().__init__({}, tool.tool_schema if tool_schema is None else tool_schema)
+    def __init__(self, tool: Any, entry: ToolEntry | None = None) -> None:
+        super().__init__({}, entry.tool_schema if entry and entry.tool_schema else tool.tool_schema)
+        if entry and entry.limits:
+            self.limits = entry.limits
+        if entry:
+            set_cache(self, entry, Path())
         self.tool = tool
         self._is_function = hasattr(tool, "call") and not hasattr(tool, "execute")
 
@@ -68,15 +76,31 @@ def convert_tools(loaded: Sequence[Any], tool_config_path: str | None) -> list[B
         tool_config_path: verl's `multi_turn.tool_config_path`.
 
     Raises:
-        ConfigError: If verl did not load all tools of the file.
+        ConfigError: If verl did not load all tools of the file, or an entry is invalid.
     """
     entries = read_entries(tool_config_path) if tool_config_path else []
     if len(entries) > len(loaded):
         raise ConfigError(f"{tool_config_path} has {len(entries)} tools, but verl loaded only {len(loaded)} of them.")
+    directory = Path(tool_config_path or "").parent
     return [
-        build(entry) if entry and isinstance(tool, BaseTool) else VerlTool(tool, entry and entry.tool_schema)
+        build(entry, directory)[0] if entry and isinstance(tool, BaseTool) else VerlTool(tool, entry)
         for entry, tool in zip_longest(entries, loaded)
     ]
+
+
+def add_tools(tools: list[BaseTool[Any]], tool_config_path: str | None) -> list[BaseTool[Any]]:
+    """Return the tools and those of a further config file.
+
+    Raises:
+        ConfigError: If the file cannot be loaded, or two tools have the same name.
+    """
+    further = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    for tool in further:
+        if tool.name in {one.name for one in tools}:
+            raise ConfigError(
+                f"{tool_config_path}: verl has loaded a tool with the same name, {tool.name!r}. Rename one."
+            )
+    return [*tools, *further]
 
 
 def select_tools(tools: Sequence[BaseTool[Any]], extra_info: Any) -> list[BaseTool[Any]]:

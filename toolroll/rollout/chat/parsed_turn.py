@@ -53,6 +53,8 @@ class ParsedCall:
     """Message to the model about what is wrong with the call, or None if it can be executed."""
     id: str | None = None
     """Id that links the call to its response. Some formats contain one; `ParsedTurn.prepare_calls` adds the others."""
+    over_limit: bool = False
+    """Whether the problem is not in the call: there are more calls than the limits of the trajectory allow."""
 
     @classmethod
     def check(

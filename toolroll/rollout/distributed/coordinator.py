@@ -111,6 +111,11 @@ class WorkCoordinator(Generic[T]):
         self.dispatch.add(items)
         self._wake_idle_workers()
 
+    def stop(self) -> None:
+        """Assign no more items. The coordinator is finished when all assigned items are completed."""
+        self.dispatch.stop()
+        self._wake_idle_workers()
+
     async def deregister(self, worker: str) -> None:
         """Remove a worker. Its items are assigned to others immediately."""
         self.dispatch.deregister(worker)

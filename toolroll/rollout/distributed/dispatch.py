@@ -104,16 +104,22 @@ class Dispatch(Generic[T]):
         self._pending: deque[WorkItem[T]] = deque()
         """Unassigned items: those of lost workers, then those read ahead."""
         self._source_exhausted = False
+        self._is_stopped = False
         self._unsettled: dict[str, list[WorkItem[T]]] = {}
 
     @property
     def is_finished(self) -> bool:
-        """True if all items are completed."""
-        return self._source_exhausted and not (self._pending or self._unsettled or self.assigned)
+        """True if all items are completed or, after `stop()`, all assigned items."""
+        no_more_items = self._is_stopped or (self._source_exhausted and not self._pending)
+        return no_more_items and not (self._unsettled or self.assigned)
 
     def add(self, items: Iterable[WorkItem[T]]) -> None:
         """Append items to those that are waiting to be assigned."""
         self._pending.extend(items)
+
+    def stop(self) -> None:
+        """Assign no more items. Items that workers hold can still be completed."""
+        self._is_stopped = True
 
     def register(self, worker: str, now: float, lease_s: float = WORKER_LEASE_S) -> None:
         """Add a worker. Its name must not have been used before."""
@@ -128,7 +134,7 @@ class Dispatch(Generic[T]):
 
     def take(self, worker: str, max_items: int, now: float) -> list[WorkItem[T]]:
         """Assign up to `max_items` items to a worker and return them. A lost worker gets none."""
-        if not self.renew_lease(worker, now):
+        if not self.renew_lease(worker, now) or self._is_stopped:
             return []
         held = self.workers[worker].held
         self._read_ahead(max_items)

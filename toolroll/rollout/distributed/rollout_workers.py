@@ -47,6 +47,7 @@ class _TrainerCoordinator(WorkCoordinator[_TrainerSample]):
 
     def __init__(self, workers: int) -> None:
         super().__init__(iter(()), workers=workers, stays_open=True)
+        self._step = 0
         self._ended: list[tuple[Key, Trajectory]] = []
         self._any_ended = asyncio.Event()
 
@@ -54,9 +55,20 @@ class _TrainerCoordinator(WorkCoordinator[_TrainerSample]):
         self._ended.append((key, result))
         self._any_ended.set()
 
-    async def collect(self) -> list[tuple[Key, Trajectory]]:
-        """Wait until at least one trajectory has ended, and return those that ended since the last call."""
+    async def start_step(self, step: int, items: list[WorkItem[_TrainerSample]]) -> None:
+        """Append the items of a step. Calls of `collect()` for earlier steps return nothing from now on."""
+        self._step = step
+        self._any_ended.set()
+        await self.add(items)
+
+    async def collect(self, step: int) -> list[tuple[Key, Trajectory]]:
+        """Wait until a trajectory has ended or a step starts, and return those ended since the last call.
+
+        If its caller is cancelled, a call continues to wait here. It must not take the trajectories of the next step.
+        """
         await self._any_ended.wait()
+        if step < self._step:
+            return []
         self._any_ended.clear()
         ended, self._ended = self._ended, []
         return ended
@@ -139,11 +151,13 @@ class RolloutWorkers:
         await self._pool.resume()
 
     async def close(self) -> None:
-        """Stop the workers and the coordinator."""
+        """Stop the workers, which release the tools of running trajectories, and the coordinator."""
         if self._running is not None:
             await cancel_all([self._running])
-        self._pool.kill()
-        ray.kill(self._coordinator)
+        try:
+            await self._pool.stop()
+        finally:
+            ray.kill(self._coordinator)
 
     async def __aenter__(self) -> Self:
         return self
@@ -161,7 +175,7 @@ class RolloutWorkers:
             for sample in range(n)
         ]
         missing = {item.key for item in items}
-        await self._coordinator.add.remote(items)
+        await self._coordinator.start_step.remote(self._step, items)
         while missing:
             for key, trajectory in await self._collect():
                 if key in missing:  # else it belongs to an earlier step that was abandoned
@@ -171,7 +185,7 @@ class RolloutWorkers:
     async def _collect(self) -> list[tuple[Key, Trajectory]]:
         """Return the trajectories that have ended. Raises the error of the workers if they failed."""
         assert self._running is not None
-        collecting: asyncio.Task[Any] = asyncio.ensure_future(self._coordinator.collect.remote())
+        collecting: asyncio.Task[Any] = asyncio.ensure_future(self._coordinator.collect.remote(self._step))
         try:
             await asyncio.wait({collecting, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():

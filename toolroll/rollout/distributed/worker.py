@@ -14,7 +14,7 @@ Invariants:
   to others, and registers again under a new name. If an item blocked the event loop for longer than the lease, the next
   lease is long enough for it, up to `MAX_WORKER_LEASE_S`. Otherwise no worker could ever commit that item.
 - A request to the coordinator is repeated until it is answered, and counts once.
-- Any other exception of `execute` or `commit` stops the worker: it would affect every item.
+- Any other exception of `execute` or `commit`, including CancelledError, stops the worker: it would affect every item.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 
+from toolroll.errors import ToolrollError
 from toolroll.rollout.distributed.dispatch import (
     MAX_WORKER_LEASE_S,
     NO_LEASE_S,
@@ -68,6 +69,10 @@ class CoordinatorUnreachable(Exception):
 
 class LeaseExpired(Exception):
     """Raised when the coordinator cannot be reached, or has declared this worker lost. `commit` may raise it."""
+
+
+class ItemCancelled(ToolrollError):
+    """Raised when `execute` or `commit` raised CancelledError, although the worker did not cancel the item."""
 
 
 class Coordinator(Protocol[T]):
@@ -185,7 +190,7 @@ class _WorkerSession(Generic[T]):
             raise LeaseExpired
         del self._completed[: len(reported)]  # only now: if the request is cancelled, they are reported at shutdown
         for item in assignment.items:
-            task = asyncio.create_task(self._run_item(item))
+            task = asyncio.create_task(self._run_item(item), name=f"Work item {item.key}")
             self._running.add(task)
             task.add_done_callback(self._on_item_ended)
         if assignment.is_finished and not self._running and not self._completed:
@@ -227,8 +232,12 @@ class _WorkerSession(Generic[T]):
     def _on_item_ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         self._committing.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            self._error = self._error or error
+        error: BaseException | None
+        if task.cancelled():  # while the worker shuts down, this error is ignored
+            error = ItemCancelled(f"{task.get_name()}: It raised CancelledError. Check the reward functions and tools.")
+        else:
+            error = task.exception()
+        self._error = self._error or error
         self._item_ended.set()
 
     async def _shut_down(self) -> None:

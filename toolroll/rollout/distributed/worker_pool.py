@@ -20,12 +20,14 @@ from ray.util.metrics import Counter, Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from toolroll.errors import ToolrollError
+from toolroll.limiter.registry import close_limiters
 from toolroll.rollout.distributed.dispatch import Results
-from toolroll.rollout.distributed.worker import Assignment, CoordinatorUnreachable, Worker
+from toolroll.rollout.distributed.worker import DEREGISTER_TIMEOUT_S, Assignment, CoordinatorUnreachable, Worker
 from toolroll.rollout.gc_tuning import infrequent_full_gc
 from toolroll.rollout.progress import RolloutProgress
 from toolroll.rollout.rollout import Rollout, cancel_all
 from toolroll.rollout.trajectory import Trajectory
+from toolroll.tools.instance import RELEASE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ PROGRESS_TIMEOUT_S = 1.0
 """Timeout for a worker to state its progress."""
 RESTART_BACKOFF_S = 1.0
 """Delay before work is sent to a restarted worker."""
+STOP_TIMEOUT_S = RELEASE_TIMEOUT_S + DEREGISTER_TIMEOUT_S
+"""Timeout for the workers to stop, before their processes are killed."""
 
 
 class WorkersFailed(ToolrollError):
@@ -124,15 +128,30 @@ class WorkerProcess:
         self._capacity = capacity
         self._name = name
         self._metrics = WorkerMetrics()
+        self._running: asyncio.Task[None] | None = None
 
     async def run(self, coordinator: ActorHandle[Any]) -> None:
-        """Run items until the coordinator has no more."""
+        """Run items until the coordinator has no more, or until `stop()`."""
+        self._running = asyncio.create_task(self._run(coordinator))
+        await asyncio.wait([self._running])
+        if not self._running.cancelled():
+            self._running.result()
+
+    async def stop(self) -> None:
+        """Cancel the running items, and wait until their tools and all other resources are released."""
+        if self._running is not None:
+            await cancel_all([self._running])
+
+    async def _run(self, coordinator: ActorHandle[Any]) -> None:
         worker = Worker(
             RayCoordinator(coordinator), self._execute, self._runner.commit, capacity=self._capacity, name=self._name
         )
-        with infrequent_full_gc():
-            await worker.run()
-        await self._runner.close()
+        try:
+            with infrequent_full_gc():
+                await worker.run()
+        finally:
+            await self._runner.close()
+            await asyncio.to_thread(close_limiters)
 
     async def progress(self) -> RolloutProgress:
         """Return what the trajectories of this process have done so far."""
@@ -176,6 +195,8 @@ class WorkerPool:
         )
         self._actors: list[Any] = [remote.remote(make_runner, capacity, f"{name}-{index}") for index in range(workers)]
         self._aborted = False
+        self._started: set[Any] = set()
+        """Actors whose processes have started."""
         self._progress: dict[Any, RolloutProgress] = {}
         """Last known progress, by actor."""
 
@@ -212,14 +233,22 @@ class WorkerPool:
         self._aborted = False
         await self._call_all("resume")
 
-    def kill(self) -> None:
-        """Kill the worker processes."""
-        for actor in self._actors:
-            ray.kill(actor)
+    async def stop(self) -> None:
+        """Stop the workers, so that they release their tools, and end their processes."""
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await asyncio.gather(*(actor.stop.remote() for actor in self._started), return_exceptions=True)
+        except TimeoutError:
+            logger.warning("Workers did not stop within %g s and are killed.", STOP_TIMEOUT_S)
+        finally:
+            for actor in self._actors:
+                ray.kill(actor)
 
     async def _keep_running(self, actor: Any) -> None:
         while True:
             try:
+                await actor.progress.remote()
+                self._started.add(actor)
                 if self._aborted:  # a restarted process has lost this state
                     await actor.abort.remote()
                 await actor.run.remote(self._coordinator)
@@ -229,6 +258,7 @@ class WorkerPool:
             except RayError as error:  # e.g. the process was killed, ran out of memory, or its node died
                 if isinstance(error, RayActorError) and error.actor_init_failed:
                     raise WorkersFailed(f"A worker could not be started: {last_line(error)}") from error
+                self._started.discard(actor)
                 logger.warning("A worker died and is being restarted: %s", last_line(error))
                 await asyncio.sleep(RESTART_BACKOFF_S)
 

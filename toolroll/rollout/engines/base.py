@@ -150,6 +150,8 @@ class ChatReply:
     message: Message
     finish: FinishType
     timings: GenerationTimings
+    tokens: int | None = None
+    """Number of tokens of the prompt and the message. None if the server does not report it."""
 
 
 @runtime_checkable

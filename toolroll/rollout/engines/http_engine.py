@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import orjson
 
-from toolroll.errors import EngineRefused, EngineUnavailable
+from toolroll.errors import EngineRefused, EngineUnavailable, validate
 from toolroll.http import AbortNotice, AttemptFailed, HttpClient, HttpRequest, HttpService, RequestAborted, RetryPolicy
-from toolroll.http.failures import PARSE_ERRORS, error_detail
+from toolroll.http.failures import PARSE_ERRORS, RETRYABLE_STATUSES, error_detail
 from toolroll.http.pool import EndpointPool
 from toolroll.images import ImageSpan
+from toolroll.limiter.ledger.policy import TOKENS
+from toolroll.limiter.limited import LimitedUse
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.rollout.engines.base import FinishType, Generation, GenerationTimings, SamplingParams
 from toolroll.rollout.engines.sampling import check_sampling_params, make_generation
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AroundAttempt = Callable[[Callable[[], Awaitable[T]]], Awaitable[T]]
+"""Type of `HttpRequest.around_attempt`."""
 
 MAX_CONNECTIONS = 1024
 """Default limit of connections, for each server and event loop. More than engines run at a time, so that requests are
@@ -39,6 +47,8 @@ ABORT_RESEND_INTERVAL_S = 0.2
 ABORT_POLL_INTERVAL_S = 0.02
 BUSY_RETRY_DELAYS_S = (0.1, 0.5, 2.0, 5.0)
 """Delays before a request is sent again to a server that was busy."""
+DISCOVERY_RETRY_INTERVAL_S = 30.0
+"""Interval at which all servers are asked for the context length again, while some do not answer."""
 CONTEXT_RESERVE_TOKENS = 8
 """Tokens subtracted from the reported context length. Servers reserve some, and not all report how many."""
 
@@ -54,13 +64,28 @@ class HttpEngine:
         urls: Base URLs.
         token: Bearer token.
         max_connections: Maximum number of connections to each server, for each event loop.
+        limits: Limits of the requests. Each attempt uses a slot. The default name of the resource are the URLs.
 
     Raises:
-        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+        ConfigError: If a URL, `max_connections` or the limits are invalid, or no URL is given.
     """
 
-    def __init__(self, urls: str | Sequence[str], *, token: str | None, max_connections: int) -> None:
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        token: str | None,
+        max_connections: int,
+        limits: ResourceLimits | Mapping[str, Any] | None = None,
+    ) -> None:
         self._http = HttpClient(urls, ENGINE, token=token, max_connections=max_connections)
+        self.limits = None if limits is None else validate(ResourceLimits, limits, "limits")
+        """Limits of the requests."""
+
+    @property
+    def resource(self) -> str:
+        """Name of the limited resource if `limits` have none."""
+        return ", ".join(sorted(self._http.urls))
 
     async def close(self) -> None:
         """Close the connections of this event loop. The engine can be used again."""
@@ -76,6 +101,39 @@ class HttpEngine:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
+    def _in_slot(
+        self, estimated_tokens: int, used_tokens: Callable[[T], int | None], deadline: float
+    ) -> AroundAttempt[T] | None:
+        """Return the `around_attempt` that makes each attempt in a slot, or None if the engine has no limits.
+
+        Args:
+            estimated_tokens: Number of tokens that an attempt is assumed to cost.
+            used_tokens: Returns the number of tokens that a result has cost, or None if it is unknown.
+            deadline: Deadline of the request.
+        """
+        if self.limits is None:
+            return None
+        limits, cost = self.limits, {TOKENS: float(estimated_tokens)}
+
+        async def around_attempt(attempt: Callable[[], Awaitable[T]]) -> T:
+            async with LimitedUse(limits, self.resource, cost=cost, deadline=deadline) as use:
+                try:
+                    result = await attempt()
+                except AttemptFailed as failure:
+                    if failure.endpoint_down or failure.status in RETRYABLE_STATUSES:
+                        use.slot.reject(retry_after=failure.retry_after_s)
+                    if failure.endpoint_down or failure.status is not None:
+                        use.slot.correct(**{TOKENS: 0.0})
+                    raise
+                except EngineRefused:
+                    use.slot.correct(**{TOKENS: 0.0})
+                    raise
+                if (tokens := used_tokens(result)) is not None:
+                    use.slot.correct(**{TOKENS: float(tokens)})
+                return result
+
+        return around_attempt
+
 
 class HttpTokenEngine(HttpEngine):
     """Token engine with one or several HTTP servers.
@@ -86,9 +144,11 @@ class HttpTokenEngine(HttpEngine):
         token: Bearer token.
         max_connections: Maximum number of connections to each server, for each event loop.
         keeps_cache: True if the servers keep their prefix cache on purpose when they get new weights.
+        limits: Limits of the requests. Each attempt uses a slot. It is assumed to cost the tokens of the prompt and
+            `max_new_tokens`, which is corrected by the response.
 
     Raises:
-        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+        ConfigError: If a URL, `max_connections` or the limits are invalid, or no URL is given.
     """
 
     def __init__(
@@ -99,14 +159,15 @@ class HttpTokenEngine(HttpEngine):
         token: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
         keeps_cache: bool = False,
+        limits: ResourceLimits | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(urls, token=token, max_connections=max_connections)
+        super().__init__(urls, token=token, max_connections=max_connections, limits=limits)
         self.keeps_cache = keeps_cache
         self._vocab_size = vocab_size
         self._requests: defaultdict[str, set[HttpRequest[Generation]]] = defaultdict(set)
         """Requests in flight, by request id."""
         self._context_length: int | None = None
-        self._is_context_length_known = False
+        self._context_length_expires_at = 0.0
 
     async def generate(
         self,
@@ -134,12 +195,18 @@ class HttpTokenEngine(HttpEngine):
         Raises:
             EngineUnavailable: If no server returned a completion before the retries or the deadline were exhausted.
             EngineRefused: If the prompt or a parameter is invalid.
+            BudgetExhausted: If the budget of the engine's limits is spent.
         """
         check_sampling_params(sampling_params)
-        policy = retry_policy(deadline)
-        return await self._sample(
-            prompt_ids, sampling_params, images, policy=policy, name=request_id, affinity=affinity
-        )
+        policy, prompt_length = retry_policy(deadline), len(prompt_ids)
+
+        def used_tokens(generation: Generation) -> int:
+            return prompt_length + len(generation.ids)
+
+        estimate = prompt_length + sampling_params["max_new_tokens"]
+        around_attempt = self._in_slot(estimate, used_tokens, policy.deadline)
+        options = {"policy": policy, "name": request_id, "affinity": affinity, "around_attempt": around_attempt}
+        return await self._sample(prompt_ids, sampling_params, images, **options)
 
     async def abort(self, request_id: str) -> None:
         """Stop a call, which then returns the ids sampled so far with `FinishType.ABORT`.
@@ -172,18 +239,21 @@ class HttpTokenEngine(HttpEngine):
     async def context_length(self) -> int | None:
         """Return the maximum number of ids of a prompt and its completion.
 
-        The servers are asked once.
+        The servers are asked once, or again after a while if some did not answer.
 
         Returns:
             The minimum over all servers, or None if the servers do not report it.
         """
         pool = await self._http.pool()
         async with pool.discovery_lock:
-            if not self._is_context_length_known:
+            if time.monotonic() >= self._context_length_expires_at:
                 lengths = await asyncio.gather(*map(self._fetch_context_length, self._http.urls))
                 reported = [length for length in lengths if length]
                 self._context_length = min(reported) - CONTEXT_RESERVE_TOKENS if reported else None
-                self._is_context_length_known = None not in lengths
+                if None not in lengths:
+                    self._context_length_expires_at = math.inf
+                elif reported:  # a server that does not answer must not delay every trajectory
+                    self._context_length_expires_at = time.monotonic() + DISCOVERY_RETRY_INTERVAL_S
         return self._context_length
 
     async def health(self) -> dict[str, bool]:
@@ -195,7 +265,7 @@ class HttpTokenEngine(HttpEngine):
         return await self._succeeds_at_all("/health")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_requests": defaultdict(set)}
+        return {**self.__dict__, "_requests": defaultdict(set), "_context_length_expires_at": 0.0}
 
     async def _sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan], **options: Any

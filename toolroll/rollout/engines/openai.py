@@ -13,12 +13,15 @@ from yarl import URL
 from toolroll._internal.text import replace_lone_surrogates_in_json
 from toolroll.http import HttpRequest
 from toolroll.images import Image
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.rollout.engines.base import ChatReply, FinishType, SamplingParams
 from toolroll.rollout.engines.http_engine import MAX_CONNECTIONS, HttpEngine, retry_policy, timings_of
 from toolroll.schemas import JsonDict, Message
 
-OPENAI_FINISH_TYPES = {"length": FinishType.LENGTH, "abort": FinishType.ABORT, "content_filter": FinishType.ABORT}
-"""All other finish reasons, such as `stop`, `tool_calls` and non-standard ones, are STOP."""
+OPENAI_FINISH_TYPES = {"length": FinishType.LENGTH, "abort": FinishType.ABORT}
+"""All other finish reasons, such as `stop`, `tool_calls`, `content_filter` and non-standard ones, are STOP."""
+CHARS_PER_TOKEN = 4
+"""Assumed number of characters per token, if the cost of a request is estimated."""
 
 
 class OpenAIEngine(HttpEngine):
@@ -29,9 +32,12 @@ class OpenAIEngine(HttpEngine):
         model: Name of the model at the server.
         api_key: API key. The environment variable `OPENAI_API_KEY` by default.
         max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
+        limits: Limits of the requests: `ResourceLimits` or its fields. Each attempt uses a slot. It is assumed to cost
+            one token for every `CHARS_PER_TOKEN` characters of the messages and tools, and the maximum length of the
+            reply. If the server reports its usage, the cost is corrected.
 
     Raises:
-        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+        ConfigError: If a URL, `max_connections` or the limits are invalid, or no URL is given.
 
     Example:
         async with OpenAIEngine("http://127.0.0.1:30000", model="Qwen/Qwen3-8B") as engine:
@@ -47,11 +53,12 @@ class OpenAIEngine(HttpEngine):
         model: str,
         api_key: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        limits: ResourceLimits | Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         bases = [_with_version(url) for url in ([urls] if isinstance(urls, str) else urls)]
         key = os.environ.get("OPENAI_API_KEY") if api_key is None else api_key
-        super().__init__(bases, token=key, max_connections=max_connections)
+        super().__init__(bases, token=key, max_connections=max_connections, limits=limits)
 
     async def chat(
         self,
@@ -80,6 +87,7 @@ class OpenAIEngine(HttpEngine):
         Raises:
             EngineUnavailable: If no server returned a message before the retries or the deadline were exhausted.
             EngineRefused: If a message or a parameter is invalid.
+            BudgetExhausted: If the budget of the engine's limits is spent.
         """
         params = dict(sampling_params)
         if (max_new_tokens := params.pop("max_new_tokens", None)) is not None:
@@ -91,9 +99,25 @@ class OpenAIEngine(HttpEngine):
             return {"model": self.model, "messages": [_to_wire(message) for message in messages], **params}
 
         policy = retry_policy(deadline)
-        return await self._http.send(
-            HttpRequest("/chat/completions", _parse_reply, policy, body=body, name=request_id, affinity=affinity)
-        )
+        estimate = 0 if self.limits is None else _estimate_tokens(messages, params)
+        in_slot = self._in_slot(estimate, _used_tokens, policy.deadline)
+        options: dict[str, Any] = {"name": request_id, "affinity": affinity, "around_attempt": in_slot}
+        return await self._http.send(HttpRequest("/chat/completions", _parse_reply, policy, body=body, **options))
+
+
+def _used_tokens(reply: ChatReply) -> int | None:
+    return reply.tokens
+
+
+def _estimate_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
+    """Return a rough estimate of the tokens of a request and its reply. Images count as no tokens."""
+    texts = [json.dumps(params.get("tools", []), default=str)]
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
+        texts += (str(part.get("text") or "") for part in parts)
+        texts += (str(call.function.arguments) for call in message.tool_calls or ())
+    max_new_tokens = params.get("max_tokens") or params.get("max_completion_tokens") or 0
+    return sum(map(len, texts)) // CHARS_PER_TOKEN + max_new_tokens
 
 
 def _to_wire(message: Message) -> dict[str, Any]:
@@ -105,9 +129,21 @@ def _to_wire(message: Message) -> dict[str, Any]:
         fields["content"] = list(map(_part_to_wire, message.content))
     fields = replace_lone_surrogates_in_json(fields)
     for call in fields.get("tool_calls", ()):
-        if not isinstance(call["function"]["arguments"], str):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        call["function"]["arguments"] = _arguments_to_wire(call["function"]["arguments"])
     return fields
+
+
+def _arguments_to_wire(arguments: Any) -> str:
+    """Return the arguments of a call as the text of a JSON object, `{}` if the model wrote something else.
+
+    Many chat templates need an object, so that servers reject other text. The answer to the call has the error.
+    """
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    try:
+        return arguments if isinstance(json.loads(arguments), dict) else "{}"
+    except (ValueError, RecursionError):
+        return "{}"
 
 
 def _part_to_wire(part: JsonDict) -> JsonDict:
@@ -128,9 +164,13 @@ def _parse_reply(content: bytes, request: HttpRequest[Any]) -> ChatReply:
         reasoning_content=fields.get("reasoning_content") or fields.get("reasoning"),
         tool_calls=calls or None,  # type: ignore[arg-type]  # pydantic converts them
     )
-    cached_tokens = ((response.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+    usage = response.get("usage") or {}
+    cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     finish = OPENAI_FINISH_TYPES.get(choice.get("finish_reason"), FinishType.STOP)
-    return ChatReply(message=message, finish=finish, timings=timings_of(request, cached_tokens=cached_tokens))
+    timings = timings_of(request, cached_tokens=cached_tokens)
+    tokens = usage.get("total_tokens")
+    known_tokens = tokens if isinstance(tokens, int) else None
+    return ChatReply(message=message, finish=finish, timings=timings, tokens=known_tokens)
 
 
 def _parse_function(function: Any) -> dict[str, Any]:

@@ -45,9 +45,11 @@ class SGLangEngine(HttpTokenEngine):
         token: API key of the servers (`--api-key`).
         max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
         keeps_cache: True if the servers keep their prefix cache on purpose when they get new weights.
+        limits: Limits of the requests: `ResourceLimits` or its fields. Each attempt uses a slot. It is assumed to cost
+            the tokens of the prompt and `max_new_tokens`, which is corrected by the response.
 
     Raises:
-        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+        ConfigError: If a URL, `max_connections` or the limits are invalid, or no URL is given.
 
     Example:
         async with SGLangEngine(["http://10.0.0.1:30000", "http://10.0.0.2:30000"]) as engine:
@@ -74,15 +76,17 @@ class SGLangEngine(HttpTokenEngine):
         Raises:
             EngineUnavailable: If no server returned a result before the retries or the deadline were exhausted.
             EngineRefused: If the ids or `start` are invalid.
+            BudgetExhausted: If the budget of the engine's limits is spent.
         """
         if not 1 <= start < len(ids):
             raise EngineRefused(f"Invalid start: {start}. {len(ids)} ids can be scored from 1 to {len(ids) - 1}.")
         params = {"max_new_tokens": 0, "temperature": 1.0}
         # SGLang returns no value for the first token of the requested range.
         body = {"sampling_params": params, "logprob_start_len": start - 1}
-        return await self._http.send(
-            self._request(ids, body, _parse_scores, policy=retry_policy(deadline), name="score")
-        )
+        policy = retry_policy(deadline)
+        in_slot = self._in_slot(len(ids), lambda _: len(ids), policy.deadline)
+        request = self._request(ids, body, _parse_scores, policy=policy, name="score", around_attempt=in_slot)
+        return await self._http.send(request)
 
     async def abort_all(self) -> None:
         """Stop all requests of the servers, including those of other clients. Useful before new weights are loaded."""

@@ -10,6 +10,7 @@ batches take turns, one token each. So a request starts at once, and a long one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -64,12 +65,12 @@ class _Request:
 
     def update_finish(self) -> bool:
         """Decide whether the request has ended."""
-        if self.is_aborted or (self.deadline is not None and time.monotonic() > self.deadline):
-            self.finish = FinishType.ABORT
-        elif self.ids and self.ids[-1] in self.stop_ids:
+        if self.ids and self.ids[-1] in self.stop_ids:
             self.finish = FinishType.STOP
         elif len(self.ids) >= self.max_new_tokens:
             self.finish = FinishType.LENGTH
+        elif self.is_aborted or (self.deadline is not None and time.monotonic() > self.deadline):
+            self.finish = FinishType.ABORT
         return self.finish is not None
 
 
@@ -173,12 +174,16 @@ class TransformersEngine:
             if not done.done():
                 done.set_result(None) if error is None else done.set_exception(error)
 
+        def finished(error: Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop of the caller was closed
+                loop.call_soon_threadsafe(set_done, error)
+
         request = _Request(
             prompt=list(prompt_ids),
             max_new_tokens=sampling_params["max_new_tokens"],
             stop_ids=self._stop_ids(sampling_params),
             choose=self._make_sampler(sampling_params),
-            finished=lambda error: loop.call_soon_threadsafe(set_done, error),
+            finished=finished,
             deadline=deadline,
         )
         self._requests[request_id] = request
@@ -293,7 +298,10 @@ class TransformersEngine:
                         self._thread = None
                         return
             if new:
-                batches.append(_Batch(self._model, new))
+                try:
+                    batches.append(_Batch(self._model, new))
+                except Exception as error:  # torch raises many types
+                    _fail(new, error)
             for batch in batches:
                 self._step(batch)
             batches = [batch for batch in batches if batch.requests]
@@ -317,10 +325,8 @@ class TransformersEngine:
                     batch.step(self._version)
             later = [request for request in batch.requests if request.update_finish()]
             batch.remove(later)
-        except Exception as error:  # torch raises many types
-            logger.exception("the model failed")
-            for request in batch.requests:
-                request.finished(EngineUnavailable(f"The model failed: {type(error).__name__}: {error}"))
+        except Exception as error:
+            _fail(batch.requests, error)
             batch.requests = []
             return
         for request in (*ended, *later):
@@ -385,6 +391,13 @@ class _Batch:
         self._input, self._mask = self._input[indices], self._mask[indices]
         if self._cache is not None:
             self._cache.batch_select_indices(indices)
+
+
+def _fail(requests: Sequence[_Request], error: Exception) -> None:
+    """End requests with an exception of the model."""
+    logger.error("the model failed", exc_info=error)
+    for request in requests:
+        request.finished(EngineUnavailable(f"The model failed: {type(error).__name__}: {error}"))
 
 
 def _generation(request: _Request, seconds: float) -> Generation:

@@ -7,7 +7,7 @@ return no ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import orjson
 from toolroll.errors import EngineRefused
 from toolroll.http import AbortNotice, HttpRequest
 from toolroll.images import ImageSpan, collapse_images
+from toolroll.limiter.settings import ResourceLimits
 from toolroll.rollout.engines.base import FinishType, Generation, LogprobsMode, SamplingParams
 from toolroll.rollout.engines.http_engine import MAX_CONNECTIONS, HttpTokenEngine, timings_of
 from toolroll.rollout.engines.sampling import (
@@ -48,9 +49,11 @@ class VLLMEngine(HttpTokenEngine):
         token: API key of the servers (`--api-key`).
         max_connections: Maximum number of connections to each server, for each event loop. Further calls wait.
         keeps_cache: True if the servers keep their prefix cache on purpose when they get new weights.
+        limits: Limits of the requests: `ResourceLimits` or its fields. Each attempt uses a slot. It is assumed to cost
+            the tokens of the prompt and `max_new_tokens`, which is corrected by the response.
 
     Raises:
-        ConfigError: If a URL or `max_connections` is invalid, or no URL is given.
+        ConfigError: If a URL, `max_connections` or the limits are invalid, or no URL is given.
 
     Example:
         async with VLLMEngine("http://127.0.0.1:8000", logprobs_mode="processed_logprobs") as engine:
@@ -68,9 +71,15 @@ class VLLMEngine(HttpTokenEngine):
         token: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
         keeps_cache: bool = False,
+        limits: ResourceLimits | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            urls, vocab_size=vocab_size, token=token, max_connections=max_connections, keeps_cache=keeps_cache
+            urls,
+            vocab_size=vocab_size,
+            token=token,
+            max_connections=max_connections,
+            keeps_cache=keeps_cache,
+            limits=limits,
         )
         self.logprobs_mode = logprobs_mode
         self._model = {} if model is None else {"model": model}

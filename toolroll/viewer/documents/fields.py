@@ -110,6 +110,7 @@ def rewards_document(record: Record, clean: Clean = sanitize) -> Document:
         "rewards by function": _number_table(given.get("functions")),
         "rewards by tool": _number_table(given.get("tools")),
         "rewards by turn": _number_table(by_turn),
+        "rescored": _number_table(record.rescored),
         "reward extra info": _number_table(extras),
         "turns": formatting.table([_TURN_TABLE_HEADER, *map(_turn_row, record.turns)]) if record.turns else None,
         "tool calls": formatting.table([_CALL_TABLE_HEADER, *map(_call_row, record.calls)]) if record.calls else None,

@@ -1,0 +1,1 @@
+"""Reports of a run's status: metrics, trackers and Prometheus."""
