@@ -615,6 +615,18 @@ async def test_crash_is_a_failure_of_the_program(name: str, machine: Machine, cl
             assert done.return_code == status, done.stderr
 
 
+BLOCKED = """
+os.mkfifo("fifo")
+os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, "fifo", os.O_RDONLY, 0)])
+"""
+
+
+async def test_program_that_blocks_itself_is_a_timeout(machine: Machine, client: SandboxClient) -> None:
+    """In the kernel, it waits like a program on a slow disk."""
+    done = await client.run(attack(machine, BLOCKED), run_timeout=0.4, wall_timeout=3)
+    assert (done.outcome, done.return_code, done.attempts) == (ExecutionOutcome.TIMEOUT, None, 1)
+
+
 LEAVES = {
     "a daemon": """
         if os.fork() == 0:

@@ -19,13 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from toolroll.errors import ConfigError
 from toolroll.sandbox.server import settings
+from toolroll.sandbox.server.api.idempotency import MAX_CACHED_RESPONSES
 from toolroll.sandbox.server.execution.languages import RECIPES, MissingToolchain, Toolchain
 from toolroll.sandbox.server.fronts import front_pool
 from toolroll.sandbox.server.fronts.front_pool import FrontPool
 from toolroll.sandbox.server.fronts.front_service import FrontConfig, MessageProtocol, _HubLogHandler
 from toolroll.sandbox.server.hub.hub import Hub
 from toolroll.sandbox.server.hub.hub_client import AtOtherFront, HubClient
-from toolroll.sandbox.server.hub.hub_state import HubState
+from toolroll.sandbox.server.hub.hub_state import MAX_REMEMBERED_KEYS, HubState, KeyOwners
 from toolroll.sandbox.server.hub.messages import (
     Admitted,
     Condition,
@@ -265,6 +266,17 @@ def test_idle_session_makes_room_for_new_one() -> None:
     assert refusal.rejection == "SessionLimitReached"
     later = state.arrive(1, Ticket(2, session="b"), 11.5 + MIN_IDLE_S)
     assert later == [(0, EndSession("a")), (1, Admitted(2, 0.0, False))]
+
+
+def test_keys_of_each_front_are_remembered() -> None:
+    keys = KeyOwners(3)
+    for number in range(5):
+        keys.claim(f"key{number}", number)
+        keys.settle(f"key{number}", number, 1.0)
+    assert [keys.owner(f"key{number}") for number in range(5)] == [None, None, 2, 3, 4]
+    state = HubState(1, 0, 1, 0.0, front_count=4)
+    assert state._keys._max_remembered == 4 * MAX_REMEMBERED_KEYS
+    assert MAX_REMEMBERED_KEYS >= 2 * MAX_CACHED_RESPONSES, "a front answers a request again from its cache"
 
 
 def test_session_that_front_did_not_open_takes_no_place() -> None:

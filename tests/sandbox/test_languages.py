@@ -235,6 +235,9 @@ def test_php_tag_is_added() -> None:
 def test_class_names_are_taken_from_code() -> None:
     assert prepared("junit", "public final class SumTest {}")["filename"] == "SumTest.java"
     assert prepared("junit", "class SumTest {}")["filename"] == "Main.java"
+    for name, longest in (("T", 200), ("Ü", 60)):
+        assert prepared("junit", f"public class {longest * name} {{}}")["filename"] == f"{longest * name}.java"
+        assert prepared("junit", f"public class {(longest + 1) * name} {{}}")["filename"] == "Main.java"
     assert prepared("scala", "object Sum extends App {}")["stages"][1]["argv"][1:] == ["Sum"]
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,26 @@ def test_sleeping_program_does_not_wait(start: Callable[[str], Any]) -> None:
     sample, is_running = times.sample()
     assert is_running
     assert sample.cpu_s + sample.waited_s < 0.5 * sample.elapsed_s
+
+
+def test_blocked_program_does_not_wait(start: Callable[[str], Any], tmp_path: Path) -> None:
+    """A parent is blocked until its child of `vfork` starts a program. It can cause this for as long as it likes."""
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    open_fifo = f"[(os.POSIX_SPAWN_OPEN, 0, {fifo!r}, os.O_RDONLY, 0)]"
+    process = start(f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions={open_fifo})")
+    stat = Path(f"/proc/{process.program.pid}/stat")
+    for _ in range(2000):
+        if stat.read_text().rpartition(")")[2].split()[0] == "D":
+            break
+        time.sleep(0.02)
+    times = times_of(process, is_new=False)
+    for _ in range(5):
+        time.sleep(0.1)
+        sample, is_running = times.sample()
+    assert is_running
+    assert sample.waited_s < 0.1 * sample.elapsed_s
+    assert sample.blocked_s > 0.9 * sample.elapsed_s
 
 
 def test_children_count(start: Callable[[str], Any]) -> None:

@@ -45,6 +45,12 @@ def test_elapsed_time_of_request_is_limited(elapsed_s: float, waited_s: float, v
     assert TimeLimit(1.5, max_elapsed_s=3.0).check(TimeSample(elapsed_s, 0.1, waited_s)) is verdict
 
 
+@pytest.mark.parametrize(("elapsed_s", "verdict"), [(3.9, TimeVerdict.WITHIN_LIMIT), (4.0, TimeVerdict.TIMEOUT)])
+def test_blocked_time_postpones_a_timeout(elapsed_s: float, verdict: TimeVerdict) -> None:
+    blocked = TimeSample(elapsed_s, cpu_s=0.0, waited_s=0.0, blocked_s=elapsed_s)
+    assert TimeLimit(1.0, max_elapsed_s=4.0).check(blocked) is verdict
+
+
 @pytest.mark.parametrize(
     ("earlier_own_s", "own_s", "verdict"),
     [(15.0, 6.0, TimeVerdict.TIMEOUT), (8.0, 1.0, TimeVerdict.TIMEOUT), (8.0, 0.9, TimeVerdict.STARVED)],

@@ -61,7 +61,7 @@ def demo(
     console.print(INTRODUCTION, markup=False)
     if not can_isolate() and starts_sandbox:
         console.print("Programs are not isolated on this system (--unsafe). Those of this demo only compute.\n")
-    sandbox = ServerSettings(port=0, unsafe=unsafe) if starts_sandbox else None
+    sandbox = ServerSettings(port=0, fronts=1, unsafe=unsafe) if starts_sandbox else None
     config, status, signum = run_async(_run(target, console, sandbox), as_server=starts_sandbox)
     print_result(config, status, console, complete=not signum, as_json=False)
     if signum:

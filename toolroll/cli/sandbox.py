@@ -207,7 +207,7 @@ async def _run_once(url: str | None, code: str, options: dict[str, Any], *, unsa
         from toolroll.sandbox.server.server import SandboxServer
         from toolroll.sandbox.server.settings import ServerSettings
 
-        settings = ServerSettings(port=0, unsafe=unsafe)
+        settings = ServerSettings(port=0, fronts=1, unsafe=unsafe)
         async with SandboxServer(settings) as server, SandboxClient(server.url) as client:
             return await client.run(code, **options)
     async with SandboxClient(url, token=os.environ.get(TOKEN_ENV_VAR)) as client:

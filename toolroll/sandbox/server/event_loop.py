@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import selectors
 
 import uvloop
+
+from toolroll.sandbox.server.isolation.program_users import ProgramUsers
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -14,10 +15,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
     The kernel limits the epoll watches of each user. Programs of a server that runs as an unprivileged user have the
     same user and can use up all watches, upon which uvloop aborts the process. poll(2) has no such limit. A server that
-    runs as root does not share its user with programs.
+    can give each program a user of its own, which needs root, does not have this problem.
 
     Returns:
-        A loop of uvloop for root, otherwise a loop of asyncio that uses poll.
+        A loop of uvloop if programs have other users, otherwise a loop of asyncio that uses poll.
 
     Example:
         ```python
@@ -25,4 +26,4 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
             runner.run(main())
         ```
     """
-    return uvloop.new_event_loop() if os.geteuid() == 0 else asyncio.SelectorEventLoop(selectors.PollSelector())
+    return uvloop.new_event_loop() if ProgramUsers.find() else asyncio.SelectorEventLoop(selectors.PollSelector())

@@ -114,7 +114,8 @@ def _listening_sockets(host: str, port: int) -> list[socket.socket]:
     """
     listeners: list[socket.socket] = []
     missing: OSError | None = None
-    for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+    # A hosts file may contain an address twice.
+    for found in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)):
         family, address = found[0], found[4]
         try:
             listener = socket.create_server((address[0], port, *address[2:]), family=family, backlog=LISTEN_BACKLOG)

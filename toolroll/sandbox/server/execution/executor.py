@@ -24,6 +24,7 @@ from toolroll.sandbox.server.execution.compile_cache import CompileCache, Compil
 from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
 from toolroll.sandbox.server.execution.job import STARVED, InvalidProgram, Job, JobFailed, program_response
 from toolroll.sandbox.server.execution.sessions import CellResult, Session, SessionTable
+from toolroll.sandbox.server.execution.time_limit import MAX_ELAPSED_FACTOR
 from toolroll.sandbox.server.interpreter import zygote_handle
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess, ZygoteHandle, ZygotePool
 from toolroll.sandbox.server.isolation.cgroup import Cgroup
@@ -133,9 +134,17 @@ class Executor:
         compiler, run = program["stages"]
         only_compiler: ProgramSpec = {**program, "stages": [compiler]}
 
+        def remaining_s() -> float | None:
+            """Return the time that is left of the request's, if it is limited."""
+            if request.wall_timeout is None:
+                return None
+            if (left_s := request.wall_timeout - (time.monotonic() - started)) <= 0:
+                raise JobFailed(STARVED.format(seconds=request.wall_timeout))
+            return left_s
+
         async def compile_program() -> CompiledProgram:
             inputs = {"stdin": None, "fetch_files": [compiled_file]}
-            response = await self._run_program(request.model_copy(update=inputs), only_compiler, request.wall_timeout)
+            response = await self._run_program(request.model_copy(update=inputs), only_compiler, remaining_s())
             assert response.run_result is not None
             content = response.files.get(compiled_file)
             return CompiledProgram(response.run_result, None if content is None else base64.b64decode(content))
@@ -144,12 +153,9 @@ class Executor:
         if not compiled.succeeded:
             return program_response([compiled.result], has_compiler=True)
         if compiled.program is None:  # too large to be fetched
-            return await self._run_program(request, program, request.wall_timeout)
+            return await self._run_program(request, program, remaining_s())
         only_program: ProgramSpec = {**program, "stages": [run], "executable": (compiled_file, compiled.program)}
-        remaining_s = None if request.wall_timeout is None else request.wall_timeout - (time.monotonic() - started)
-        if remaining_s is not None and remaining_s <= 0:
-            raise JobFailed(STARVED.format(seconds=request.wall_timeout))
-        response = await self._run_program(request, only_program, remaining_s)
+        response = await self._run_program(request, only_program, remaining_s())
         warnings = program_response([compiled.result], has_compiler=True).message
         response.compile_result = compiled.result
         response.message = " ".join(filter(None, [warnings, response.message]))
@@ -167,7 +173,7 @@ class Executor:
         session = self._start_session(request, zygote)
         response = protocol.RunJupyterResponse(status=RunStatus.SUCCESS)
         driver = protocol.CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout="", stderr="")
-        max_elapsed_s = request.wall_timeout or protocol.max_wall_time(request.total_timeout)
+        max_elapsed_s = request.wall_timeout or MAX_ELAPSED_FACTOR * protocol.max_wall_time(request.total_timeout)
         remaining_s, full_own_s = request.total_timeout, protocol.FULL_TIME_FRACTION * request.total_timeout
         try:
             for code in request.cells:

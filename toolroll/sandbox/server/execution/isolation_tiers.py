@@ -117,8 +117,8 @@ async def find(
         except (JobFailed, ZygoteStartError, OSError) as error:
             notes.append(f"tier {plan['tier']}: {error}")
     abi = syscalls.landlock_abi()
-    if abi and abi < landlock.SIGNAL_SCOPE_ABI and os.geteuid() != 0:
-        notes.append("tier C: needs root, or Linux 6.12 with Landlock ABI 6")
+    if abi and abi < landlock.SIGNAL_SCOPE_ABI and users is None:
+        notes.append("tier C: needs root with all user ids, or Linux 6.12 with Landlock ABI 6")
     elif not abi:
         notes.append("tier C: no Landlock in this kernel (needs Linux 5.13 or newer, with `landlock` in the lsm= list)")
     raise ConfigError(
@@ -170,7 +170,8 @@ def _plans(settings: ServerSettings, readable: list[str], users: ProgramUsers | 
     }
     plans: list[JailPlan] = [plan, {**plan, "tier": "B"}]
     without_namespaces: JailPlan = {**plan, "namespaces": False, "seccomp_of_program": ""}
-    if abi >= landlock.SIGNAL_SCOPE_ABI or (abi and os.geteuid() == 0):
+    # Programs with the user of the server could kill it and each other, unless Landlock restricts signals.
+    if abi >= landlock.SIGNAL_SCOPE_ABI or (abi and users is not None):
         zygote_filter = base64.b64encode(seccomp.zygote_filter(namespaces=False)).decode()
         plans.append({**without_namespaces, "tier": "C", "seccomp": zygote_filter})
     if settings.unsafe:

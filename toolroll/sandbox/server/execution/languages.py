@@ -174,7 +174,8 @@ RECIPES: Mapping[Language, Recipe] = {
         _JDK, "Main.java", f"{_JAVA} -cp $classpath -ea Main", compile=f"{_JAVAC} Main.java", version_args="-version"),
     "junit": Recipe(f"{_JDK}, and put Maven's junit-platform-console-standalone 1.8.2 into /usr/local/share/java",
         "$name.java", f"{_JAVA} -jar $junit --class-path $classpath --scan-class-path", compile=f"{_JAVAC} $sources",
-        version_args="-version", name_pattern=r"\bpublic\s+(?:abstract\s+|final\s+)?class\s+(\w+)",
+        version_args="-version",  # the name must be short enough for a file
+        name_pattern=r"\bpublic\s+(?:abstract\s+|final\s+)?class\s+((?a:\w{1,200})|\w{1,60})\b",
         required_files={"junit": "junit-platform-console-standalone*.jar"}),
     "nodejs": Recipe("Node.js (Debian: apt install nodejs)", "main.js", "node main.js", environment=_NODE_ENVIRONMENT),
     "typescript": Recipe("Node.js, then: npm install -g tsx", "main.ts", "tsx main.ts", environment=_NODE_ENVIRONMENT),

@@ -10,8 +10,8 @@ from toolroll.sandbox.server.execution.time_limit import ThreadTimes, TimeSample
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_READY_STATES = ("R", "D")
-"""States of a thread that needs the processor, or waits in the kernel without a choice."""
+_READY_STATE, _BLOCKED_STATE = "R", "D"
+"""States of a thread that needs the processor, and of one that waits in the kernel, usually for the disk."""
 _ENDED_STATES = ("Z", "X", "")
 _READ_BYTES = 1 << 16
 _NEW_THREAD = ThreadTimes(0.0, 0.0, 0, is_ready=False)
@@ -34,20 +34,23 @@ class ProcessTimes:
             self._last = self._read()
         self._cpu_before_s = self._last.cpu_s
         self._started_at = self._measured_at = time.monotonic()
-        self._waited_s = 0.0
+        self._waited_s = self._blocked_s = 0.0
 
     def sample(self) -> tuple[TimeSample, bool]:
         """Return the times so far, and whether any process is running."""
         last, reading, now = self._last, self._read(), time.monotonic()
-        waits_s = [0.0]
+        interval_s = now - self._measured_at
+        waits_s, is_blocked = [0.0], False
         for thread, times in reading.threads.items():
             before = last.threads.get(thread, _NEW_THREAD)
-            reading.threads[thread] = times = times.since(before, now - self._measured_at)
+            reading.threads[thread] = times = times.since(before, interval_s)
             waits_s.append(times.waited_s - before.waited_s)
+            is_blocked |= times.was_blocked_since(before)
         self._waited_s += max(waits_s)  # threads that wait at the same time are counted once
+        self._blocked_s += interval_s if is_blocked else 0.0
         self._last, self._measured_at = reading, now
         elapsed_s, cpu_s = now - self._started_at, reading.cpu_s - self._cpu_before_s
-        return TimeSample(elapsed_s, cpu_s, min(self._waited_s, elapsed_s)), reading.is_running
+        return TimeSample(elapsed_s, cpu_s, min(self._waited_s, elapsed_s), self._blocked_s), reading.is_running
 
     def _read(self) -> _Reading:
         """Read the times of all processes of the program."""
@@ -88,7 +91,8 @@ class _Reading:
         self.is_running |= state not in _ENDED_STATES
         if times := _read_file(f"/proc/{pid}/task/{thread}/schedstat").split():
             run_ns, wait_ns, runs = map(int, times)
-            self.threads[int(thread)] = ThreadTimes(run_ns / 1e9, wait_ns / 1e9, runs, state in _READY_STATES)
+            is_ready, is_blocked = state == _READY_STATE, state == _BLOCKED_STATE
+            self.threads[int(thread)] = ThreadTimes(run_ns / 1e9, wait_ns / 1e9, runs, is_ready, is_blocked)
 
 
 def _threads_of(pid: int) -> list[str]:

@@ -3,6 +3,8 @@
 - A program that uses the processor is limited by its CPU time, so a busy machine does not change the verdict.
 - A program that sleeps or waits uses no CPU time. It is limited by its own time: the elapsed time without the time in
   which its threads were ready to run and waited for the processor.
+- Time in which a thread was blocked in the kernel, usually by the disk, postpones this limit. It is the program's own
+  time nevertheless, because a program can cause it: with `vfork`, for example.
 - If a machine is so busy that neither limit is reached in a multiple of the time, the program is starved. This is a
   failure of the sandbox, not of the program.
 """
@@ -39,6 +41,8 @@ class TimeSample:
     """CPU time of all processes together."""
     waited_s: float
     """Time in which the program waited for the processor."""
+    blocked_s: float = 0.0
+    """Time in which a thread was blocked in the kernel."""
 
     @property
     def own_s(self) -> float:
@@ -56,7 +60,9 @@ class ThreadTimes:
     runs: int
     """Number of times that the thread was given a processor."""
     is_ready: bool
-    """Whether the thread runs, waits for a processor, or waits in the kernel without a choice."""
+    """Whether the thread runs or waits for a processor."""
+    is_blocked: bool = False
+    """Whether the thread waits in the kernel and cannot be interrupted."""
     current_wait_s: float = 0.0
     """Known duration of the current wait."""
 
@@ -82,6 +88,10 @@ class ThreadTimes:
             return self
         waited_s = before.current_wait_s + interval_s - (self.run_s - before.run_s)
         return replace(self, current_wait_s=max(0.0, waited_s))
+
+    def was_blocked_since(self, before: ThreadTimes) -> bool:
+        """Return True if the thread has been blocked since an earlier moment."""
+        return before.is_blocked and self.is_blocked and before.runs == self.runs
 
 
 class TimeLimit:
@@ -119,7 +129,7 @@ class TimeLimit:
     def check(self, sample: TimeSample) -> TimeVerdict:
         """Return the verdict for the times so far."""
         own_s = sample.own_s
-        if sample.cpu_s >= self.limit_s or own_s >= self.max_own_s:
+        if sample.cpu_s >= self.limit_s or own_s - sample.blocked_s >= self.max_own_s:
             return TimeVerdict.TIMEOUT
         if sample.elapsed_s >= self.max_elapsed_s:
             return TimeVerdict.TIMEOUT if own_s >= self.full_own_s else TimeVerdict.STARVED

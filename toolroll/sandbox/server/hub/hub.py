@@ -47,13 +47,13 @@ class Hub:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.state = HubState(settings.capacity, settings.queue, settings.sessions, time.time())
+        self.state = HubState(settings.capacity, settings.queue, settings.sessions, time.time(), settings.front_count)
         self.metrics = ServerMetrics()
         self.front_restarts = 0
         """Number of fronts that have died and were replaced."""
         self._condition = Condition(is_full=self.state.is_full)
         self._condition_timer: asyncio.TimerHandle | None = None
-        """Runs until the fronts may be sent another condition."""
+        """Pending timer for the next update of the fronts' condition."""
         self._min_condition_interval_s = MIN_CONDITION_INTERVAL_S if settings.front_count > 1 else 0.0
         self._send: dict[int, Callable[[HubMessage], None]] = {}
         self._deadline_timers: dict[TicketId, asyncio.TimerHandle] = {}

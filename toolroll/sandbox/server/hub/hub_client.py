@@ -127,7 +127,7 @@ class HubClient:
         return await self._ask(number, Question(number, kind, arguments))
 
     def session_closed(self, name: str, *, crashed: bool) -> None:
-        """Report that a session has ended without an order of the hub."""
+        """Report a session that ended and that the hub did not end."""
         self._send(SessionClosed(name, crashed))
 
     def count_refused(self, label: str) -> None:

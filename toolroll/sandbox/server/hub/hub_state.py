@@ -24,7 +24,8 @@ from toolroll.sandbox.server.hub.session_registry import SessionRegistry
 MAX_RETRY_AFTER_S = 60
 KEY_TTL_S = 60.0
 """Time for which the front of a finished request is remembered. Its caches keep results as long, or longer."""
-MAX_REMEMBERED_KEYS = 50_000
+MAX_REMEMBERED_KEYS = 20_000
+"""Maximum number of these for each front of the server: a front keeps half as many results."""
 _RUN_TIME_WEIGHT = 0.05
 
 TicketId = tuple[int, int]
@@ -49,9 +50,12 @@ class HubState:
         max_waiting: Maximum number of requests that wait.
         max_sessions: Maximum number of open sessions.
         started_at: Time at which the server started.
+        front_count: Number of fronts.
     """
 
-    def __init__(self, capacity: int, max_waiting: int, max_sessions: int, started_at: float) -> None:
+    def __init__(
+        self, capacity: int, max_waiting: int, max_sessions: int, started_at: float, front_count: int = 1
+    ) -> None:
         self.capacity = capacity
         self.max_waiting = max_waiting
         self.sessions = SessionRegistry(max_sessions)
@@ -60,7 +64,7 @@ class HubState:
         """Moving average of the run time, from which `retry_after` is estimated."""
         self._waiting: dict[TicketId, _AdmissionRequest] = {}
         self._running: dict[TicketId, _AdmissionRequest] = {}
-        self._keys = KeyOwners()
+        self._keys = KeyOwners(front_count * MAX_REMEMBERED_KEYS)
 
     @property
     def running(self) -> int:
@@ -223,9 +227,14 @@ class HubState:
 
 
 class KeyOwners:
-    """The front of each key, while requests with this key are pending, and for some time afterwards."""
+    """The front of each key, while requests with this key are pending, and for some time afterwards.
 
-    def __init__(self) -> None:
+    Args:
+        max_remembered: Maximum number of keys without pending requests.
+    """
+
+    def __init__(self, max_remembered: int) -> None:
+        self._max_remembered = max_remembered
         self._pending: dict[str, list[int]] = {}
         """Front of each pending request with a key, in order of arrival."""
         self._settled: OrderedDict[str, tuple[int, float]] = OrderedDict()
@@ -249,7 +258,7 @@ class KeyOwners:
         self._settled.move_to_end(key)
         while self._settled:
             _, settled_at = next(iter(self._settled.values()))
-            if len(self._settled) <= MAX_REMEMBERED_KEYS and now - settled_at < KEY_TTL_S:
+            if len(self._settled) <= self._max_remembered and now - settled_at < KEY_TTL_S:
                 break
             self._settled.popitem(last=False)
 

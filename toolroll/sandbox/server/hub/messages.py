@@ -50,7 +50,7 @@ class Question(NamedTuple):
 
 
 class SessionClosed(NamedTuple):
-    """Front → hub: a session has ended without an order of the hub."""
+    """Front → hub: a session ended that the hub did not end."""
 
     name: str
     crashed: bool

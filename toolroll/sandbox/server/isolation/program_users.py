@@ -14,13 +14,20 @@ MAX_USERS = 4096
 _FIRST_UID = 961_000_000
 """Start of the range. It is above the ranges of login.defs and subuid."""
 _MAX_SERVERS = 1 << 16
+_SPREAD = 40_503
+"""Factor that spreads consecutive numbers over `_MAX_SERVERS`."""
 
 
 class ProgramUsers:
-    """The user ids of one server. Servers on the same machine have different ones, which depend on the process id."""
+    """The user ids of one server.
+
+    Servers on the same machine have different ones, which depend on the process id. Servers in different containers may
+    have the same process id, so the ids also depend on the namespace of process ids.
+    """
 
     def __init__(self) -> None:
-        self.first = _FIRST_UID + os.getpid() % _MAX_SERVERS * MAX_USERS
+        container = os.stat("/proc/self/ns/pid").st_ino
+        self.first = _FIRST_UID + (container * _SPREAD + os.getpid()) % _MAX_SERVERS * MAX_USERS
         self._free: list[int] = []
         self._lost: set[int] = set()
         """Ids whose programs may still be running."""
@@ -29,10 +36,11 @@ class ProgramUsers:
     @classmethod
     def find(cls) -> ProgramUsers | None:
         """Return the user ids of this server, or None if it cannot assign any."""
+        id_maps = [Path(f"/proc/self/{kind}_map") for kind in ("uid", "gid")]
+        if os.geteuid() != 0 or not all(id_map.exists() for id_map in id_maps):  # there are none on macOS
+            return None
         users = cls()
-        if os.geteuid() == 0 and all(users.are_mapped(Path(f"/proc/self/{kind}_map")) for kind in ("uid", "gid")):
-            return users
-        return None
+        return users if all(users.are_mapped(id_map) for id_map in id_maps) else None
 
     def are_mapped(self, id_map: Path) -> bool:
         """Return True if all ids exist in this user namespace, whose ids are in the file `id_map`."""
