@@ -38,8 +38,8 @@ class Fault(StrEnum):
     POLICY = "policy"
     """The model caused the failure. It receives the error message and can learn from it."""
     INFRA = "infra"
-    """The infrastructure caused the failure. The call is retried; if it still fails, the trajectory is excluded from
-    the loss."""
+    """The infrastructure caused the failure. The trajectory ends and is excluded from the loss, unless `toolroll run`
+    succeeds in another attempt."""
 
 
 class ToolrollError(Exception):
@@ -160,8 +160,8 @@ class BudgetExhausted(InfraFault):
 
     def __init__(self, resource: str, unit: str, cost: float, left: float) -> None:
         super().__init__(
-            f"The budget of {resource!r} is spent: {left:.6g} {unit} left, {cost:.6g} needed. Raise it with "
-            f"`toolroll limiter set {resource!r} --budget {unit}=TOTAL` or in the config."
+            f"The budget of {resource!r} is spent: {left:.6g} {unit} left, {cost:.6g} needed. Raise it in the "
+            f"config, or on a cluster with `toolroll limiter set {resource!r} --budget {unit}=TOTAL`."
         )
         self.resource, self.unit = resource, unit
         self._init_args = resource, unit, cost, left

@@ -43,6 +43,17 @@ def wait_until_unused(resource: str) -> None:
     pytest.fail(f"{limiter_status(resource)}")
 
 
+def test_crash_of_a_function_leaves_the_pool_usable(mode: PoolMode) -> None:
+    pool = init_execution_pool(2, rate_limit=4, mode=mode, resource=f"crash, {mode}")
+    try:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(pool.execute.remote(os._exit, 1), timeout=60)
+        for _ in range(20):
+            assert ray.get(pool.execute.remote(abs, -1), timeout=60) == 1
+    finally:
+        pool.close()
+
+
 @pytest.fixture(params=list(PoolMode))
 def mode(request: pytest.FixtureRequest) -> PoolMode:
     return PoolMode(request.param)

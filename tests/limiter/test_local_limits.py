@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from toolroll import BudgetExhausted, ResourceLimits, SlotTimeout
+from toolroll import BudgetExhausted, ResourceLimits, SlotTimeout, get_limiter
+from toolroll.limiter.budget_file import BudgetFile
 from toolroll.limiter.leased_limiter import LocalLedgerLimiter
 from toolroll.limiter.ledger.service import LedgerService
 from toolroll.limiter.limiter import LocalLimiter
@@ -61,6 +67,19 @@ async def test_budget_is_spent_exactly(make_limiter: MakeLimiter) -> None:
     with pytest.raises(BudgetExhausted, match="0 requests left, 1 needed") as refused:
         await limiter.acquire().acquire()
     assert (refused.value.resource, refused.value.unit) == ("service", "requests")
+
+
+@pytest.mark.parametrize("number", [np.int64, np.float32, Decimal, Fraction])
+async def test_costs_of_other_number_types_are_saved(number: Callable[[int], float], tmp_path: Path) -> None:
+    resource, limits = f"numbers {number}", ResourceLimits.model_validate({"limit": 1, "budget": {"tokens": 1000}})
+    budgets = BudgetFile(tmp_path)
+    budgets.restore({resource: limits})
+    for _ in range(5):
+        cost = {"tokens": number(100)}
+        async with get_limiter(resource, limits).acquire(cost=cost, deadline=time.monotonic() + 10) as slot:
+            slot.correct(tokens=number(90))
+    budgets.close()
+    assert json.loads((tmp_path / "budgets.json").read_text()) == {resource: {"tokens": 450}}
 
 
 async def test_overspent_budget_refuses_work(make_limiter: MakeLimiter) -> None:

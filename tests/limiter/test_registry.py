@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -48,6 +49,27 @@ def test_warning_has_a_command_with_the_exact_limits(apply_policy: Any, caplog: 
     command = "judge' 4 --rate requests=11.666666666666666 --budget usd=20 --budget tokens=123456789"
     assert f"toolroll limiter set '{command}" in caplog.text
     assert float("11.666666666666666") == limits.policy().rates["requests"]
+
+
+@pytest.mark.parametrize(
+    ("requested", "current", "options"),
+    [
+        (LimitPolicy.fixed(64), LimitPolicy(4, 256), "64 --min 64"),
+        (LimitPolicy(4, 256), LimitPolicy.fixed(64), "256 --min 4"),
+        (LimitPolicy.fixed(4)._replace(rates={"tokens": 10.0}), LimitPolicy.fixed(4), "--rate tokens=10"),
+        (LimitPolicy.fixed(64), LimitPolicy.fixed(32), "64"),
+    ],
+)
+def test_command_of_the_warning_sets_the_limits(requested: LimitPolicy, current: LimitPolicy, options: str) -> None:
+    assert requested.command_to_replace(current, "judge") == f"toolroll limiter set 'judge' {options}"
+    limit, minimum, rate = re.fullmatch(r"(\d+)?(?: --min (\d+))?(?:--rate tokens=(\d+))?", options).groups()  # type: ignore[union-attr]
+    rates = {"tokens": float(rate)} if rate else {}
+    assert current.changed(limit and int(limit), minimum and int(minimum), rates, {}) == requested
+
+
+def test_limits_that_cannot_be_set_are_removed() -> None:
+    current = LimitPolicy.fixed(4)._replace(rates={"tokens": 100.0})
+    assert LimitPolicy.fixed(4).command_to_replace(current, "judge") == "toolroll limiter remove 'judge'"
 
 
 def test_naming_a_resource_logs_no_difference(caplog: pytest.LogCaptureFixture) -> None:

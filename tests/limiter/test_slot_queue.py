@@ -247,7 +247,7 @@ async def test_expired_lease_grants_no_slot(leased: tuple[SlotQueue, Limiter]) -
 async def test_timeout_names_the_open_circuit_breaker(leased: tuple[SlotQueue, Limiter]) -> None:
     queue, limiter = leased
     queue.apply(Lease(queue.report().seq, 0, 10.0, True, 0.05, 8, 1, is_probe=True))
-    with pytest.raises(SlotTimeout, match=r"rejects everything.* 0 in use and 1 waiting"):
+    with pytest.raises(SlotTimeout, match=r"all requests are rejected.* 0 in use and 1 waiting"):
         async with limiter.slot(deadline=time.monotonic() + 0.05):
             pytest.fail("started without a slot")
 

@@ -19,8 +19,19 @@ import httpx2
 import pytest
 from free_port import free_port
 
-from toolroll import BaseTool, ConfigError, InfraFault, PolicyFault, ToolInstance, initialize_tools_from_config
+from toolroll import (
+    BaseTool,
+    ConfigError,
+    InfraFault,
+    PolicyFault,
+    ResourceLimits,
+    ToolInstance,
+    get_limiter,
+    initialize_tools_from_config,
+)
 from toolroll.errors import CallTimeout
+from toolroll.limiter.leased_limiter import LocalLedgerLimiter
+from toolroll.limiter.ledger.feedback import Rejection, rejection_of
 from toolroll.tools.mcp import http_exchange
 from toolroll.tools.mcp.http import MessageStream
 from toolroll.tools.mcp.mcp_tool import load_mcp_tools
@@ -132,6 +143,9 @@ class Responder(BaseHTTPRequestHandler):
         arguments: dict[str, Any] = message.get("params", {}).get("arguments", {})
         status, content_type = arguments.get("status", 200), arguments.get("type", "application/json")
         time.sleep(arguments.get("delay", 0))
+        if arguments.get("held"):
+            self.server.holding.set()
+            self.server.released.wait(60)
         if arguments.get("together"):
             self.server.barrier.wait(60)
         if arguments.get("drop"):
@@ -149,6 +163,8 @@ class Responder(BaseHTTPRequestHandler):
                 answer["result"] = {
                     "protocolVersion": "2025-06-18", "capabilities": capabilities, "serverInfo": info
                 }  # fmt: skip
+            case "tools/list" if self.server.list_status != 200:
+                status = self.server.list_status
             case "tools/list":
                 answer["result"] = {"tools": [{"name": "respond", "inputSchema": {"type": "object"}}]}
             case "tools/call" if "code" in arguments:
@@ -170,6 +186,8 @@ class Responder(BaseHTTPRequestHandler):
             status = 202
         if "event-stream" in content_type:
             body = b"data: " + body + b"\n\n"
+        if arguments.get("changed"):
+            body = b'data: {"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}\n\n' + body
         if arguments.get("ping"):
             body = b'data: {"jsonrpc": "2.0", "id": 1, "method": "ping"}\n\n' + body
             self.respond(status, content_type, body, pause_after=b"}\n\n")
@@ -208,6 +226,7 @@ class Responder(BaseHTTPRequestHandler):
         if status != 202:
             self.send_header("Content-Type", content_type)
         self.send_header("Content-Encoding", encoding)
+        self.send_header("Retry-After", "7")
         self.send_header("Mcp-Session-Id", f"session{self.server.sessions}")
         self.send_header("Content-Length", str(len(body) + missing))
         self.end_headers()
@@ -233,12 +252,15 @@ class ResponderServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Responder)
         self.sessions = 0
+        self.list_status = 200
         self.streams: list[Any] = []
         self.tokens: list[tuple[str, str | None]] = []
         """Method and Authorization header of each request."""
         self.barrier = threading.Barrier(CONCURRENT_CALLS)
         self.replied = threading.Event()
         """Set when the client has replied to a request."""
+        self.holding, self.released = threading.Event(), threading.Event()
+        """Set when a call is held, and when it may end."""
         self.hung_up = threading.Event()
         """Set when the client has closed the connection of a request that hangs."""
         self.stopping = threading.Event()
@@ -290,6 +312,43 @@ async def test_failing_servers_are_infra_faults(responder: str, status: int) -> 
     assert await call(respond) == "session2"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected", "retry_after"),
+    [
+        ({"status": 429, "json": False}, InfraFault, 7),
+        ({"status": 503, "code": INVALID_PARAMS}, InfraFault, 7),
+        ({"drop": True}, InfraFault, 0),
+        ({"hang": "silently"}, CallTimeout, 0),
+    ],
+)
+async def test_rejected_call_counts_for_a_limit_that_adapts(
+    responder: str, arguments: dict[str, Any], expected: type[Exception], retry_after: float
+) -> None:
+    limits = ResourceLimits.model_validate({"resource": f"{responder} {arguments}", "limit": {"min": 1, "max": 8}})
+    config = {"type": "mcp", "url": f"{responder}/mcp", "call_timeout": 0.5 if "hang" in arguments else 60}
+    [respond] = load_mcp_tools(config, limits=limits)
+    with pytest.raises(expected) as raised:
+        await call(respond, **arguments)
+    assert rejection_of(raised.value) == Rejection(retry_after)
+    limiter = get_limiter(str(limits.resource), limits)
+    assert isinstance(limiter, LocalLedgerLimiter)
+    async with asyncio.timeout(10):
+        while limiter.status().rejected != 1:
+            await asyncio.sleep(0.02)
+
+
+async def test_server_that_cannot_list_changed_tools_is_replaced(
+    responder_server: ResponderServer, responder: str
+) -> None:
+    respond = load(f"{responder}/mcp")
+    assert await call(respond, type="text/event-stream", changed=True) == "session2"
+    responder_server.list_status = 503
+    with pytest.raises(InfraFault, match="cannot list its tools"):
+        await call(respond)
+    responder_server.list_status = 200
+    assert await call(respond) == "session3"
+
+
 async def test_page_of_a_proxy_is_an_infra_fault(responder: str) -> None:
     with pytest.raises(InfraFault, match="text/html"):
         await call(load(f"{responder}/mcp"), type="text/html", json=False)
@@ -319,13 +378,14 @@ async def test_unknown_session_ends_no_other_call(
     responder_server: ResponderServer, responder: str, scope: str
 ) -> None:
     async with ToolInstance(load(f"{responder}/mcp", scope=scope)) as instance:
-        other = asyncio.create_task(instance.execute({"delay": 1}))
-        await asyncio.sleep(0.2)
+        other = asyncio.create_task(instance.execute({"held": True}))
+        assert await asyncio.to_thread(responder_server.holding.wait, 30)
         with pytest.raises(InfraFault, match="HTTP status 404"):
             await instance.execute({"status": 404, "json": False})
         assert (await instance.execute({})).response.text == "session3"
         closed = [method for method, _ in responder_server.tokens].count("DELETE")
         assert not other.done()
+        responder_server.released.set()
         assert (await other).response.text == "session2"
         async with asyncio.timeout(30):
             while [method for method, _ in responder_server.tokens].count("DELETE") == closed:
@@ -344,11 +404,11 @@ async def test_request_of_a_timed_out_call_ends(
     responder_server: ResponderServer, responder: str, response: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_exchange, "REQUEST_DEADLINE_MARGIN_S", 0.1)
-    respond = load(f"{responder}/mcp", call_timeout=0.5)
+    respond = load(f"{responder}/mcp")
     assert await call(respond) == "session2"
     tasks = len(asyncio.all_tasks())
     with pytest.raises(CallTimeout):
-        await call(respond, hang=response)
+        await call(load(f"{responder}/mcp", call_timeout=0.5), hang=response)
     assert await asyncio.to_thread(responder_server.hung_up.wait, 30)
     assert await call(respond) == "session2"
     async with asyncio.timeout(30):
@@ -356,13 +416,16 @@ async def test_request_of_a_timed_out_call_ends(
             await asyncio.sleep(0.02)
 
 
-async def test_failing_call_does_not_change_the_fault_of_another(responder: str) -> None:
+async def test_failing_call_does_not_change_the_fault_of_another(
+    responder_server: ResponderServer, responder: str
+) -> None:
     respond = load(f"{responder}/mcp")
-    rejected = asyncio.create_task(call(respond, code=INVALID_PARAMS, delay=0.5))
-    await asyncio.sleep(0.1)
+    rejected = asyncio.create_task(call(respond, code=INVALID_PARAMS, held=True))
+    assert await asyncio.to_thread(responder_server.holding.wait, 30)
     with pytest.raises(InfraFault):
         await call(respond, status=503)
     assert not rejected.done()
+    responder_server.released.set()
     with pytest.raises(PolicyFault, match="not like that"):
         await rejected
 
@@ -370,13 +433,16 @@ async def test_failing_call_does_not_change_the_fault_of_another(responder: str)
 @pytest.mark.parametrize(
     ("arguments", "problem"), [({"drop": True}, "Server disconnected"), ({"missing": 9}, "without sending complete")]
 )
-async def test_failed_request_ends_no_other_call(responder: str, arguments: dict[str, Any], problem: str) -> None:
+async def test_failed_request_ends_no_other_call(
+    responder_server: ResponderServer, responder: str, arguments: dict[str, Any], problem: str
+) -> None:
     respond = load(f"{responder}/mcp")
-    other = asyncio.create_task(call(respond, delay=0.5))
-    await asyncio.sleep(0.1)
+    other = asyncio.create_task(call(respond, held=True))
+    assert await asyncio.to_thread(responder_server.holding.wait, 30)
     with pytest.raises(InfraFault, match=f"the request failed: RemoteProtocolError: .*{problem}"):
         await call(respond, **arguments)
     assert not other.done()
+    responder_server.released.set()
     assert await other == "session2"
 
 

@@ -2,8 +2,8 @@
 
 The file `budgets.json` in the job's directory has amounts by resource and unit.
 
-- Without a cluster, the file is written before credit is handed out: it has the amount that may be spent, which exceeds
-  the amount that is spent by about 1 % of the budget. `close` replaces it by the spent amount.
+- Without a cluster, the file is written before credit is granted: it has the reserved amount,
+  which is the spent amount and about 1 % of the budget. `close` replaces it by the spent amount.
 - The limiter of a Ray cluster outlives the job, so the file has the spent amount, and the caller saves it at intervals.
 
 Invariants:
@@ -64,7 +64,7 @@ class BudgetFile:
         self._reserved: SpentBudgets = {}
         """Amounts that this process may spend before it writes the file again."""
         self._savers: list[tuple[LocalLedgerLimiter, SaveBudgets]] = []
-        """Limiters of this process, with the function of each that writes this file before credit is handed out."""
+        """Limiters of this process, with the function of each that writes this file before credit is granted."""
         self._is_closed = False
         self._lock = threading.Lock()
 

@@ -102,12 +102,14 @@ class ClusterLimiter(LeasedLimiter):
 
     def _apply_lease(self, lease: Lease) -> bool:
         is_applied = super()._apply_lease(lease)
-        is_ignored = self._policy.has_limits and lease.policy != self._policy
-        if is_applied and is_ignored and lease.version != self._warned_version:
+        current = lease.policy
+        if not is_applied or current is None or not self._policy.has_limits or current == self._policy:
+            return is_applied
+        if lease.version != self._warned_version:
             self._warned_version = lease.version
-            command = f"toolroll limiter set {self.resource!r} {self._policy.command_line_options()}"
+            command = self._policy.command_to_replace(current, self.resource)
             message = "%s: %s ignored: the cluster uses %s. To change it for all processes: %s"
-            logger.warning(message, self.resource, self._policy, lease.policy, command)
+            logger.warning(message, self.resource, self._policy, current, command)
         return is_applied
 
     async def _keep_watched(self) -> None:

@@ -204,7 +204,9 @@ def init_execution_pool(
         The pool. Call its `close` method to stop the workers.
     """
     count, threads = (1, num_workers) if mode is PoolMode.ThreadMode else (num_workers, 1)
-    worker = ray.remote(ExecutionWorker).options(num_cpus=0, max_concurrency=MAX_OPEN_CALLS)
+    # A function may crash its process. Without a restart, the calls of the dead worker would fail at once, so that it
+    # would always be the one with the least load.
+    worker = ray.remote(ExecutionWorker).options(num_cpus=0, max_concurrency=MAX_OPEN_CALLS, max_restarts=-1)
     arguments: dict[str, Any] = {"rate_limit": rate_limit, "threads": threads, "resource": resource}
     workers = [worker.remote(enable_global_rate_limit, **arguments) for _ in range(count)]
     return ExecutionPool(cast("list[ActorHandle[ExecutionWorker]]", workers))

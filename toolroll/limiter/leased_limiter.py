@@ -168,10 +168,10 @@ class LocalLedgerLimiter(LeasedLimiter):
         super().__init__(resource, policy)
 
     def add_budget_saver(self, save: SaveBudgets) -> None:
-        """Have a function save the amounts of budgets before credit for them is handed out.
+        """Have a function save the amounts of budgets before credit for them is granted.
 
         Args:
-            save: The function. Credit is handed out when it has returned.
+            save: The function. Credit is granted when it has returned.
         """
         self._budget_savers.append(save)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 
 from toolroll.limiter.ledger.lease import LeasedSlots
-from toolroll.limiter.ledger.policy import REQUESTS, rename_calls
+from toolroll.limiter.ledger.policy import REQUESTS, checked_cost
 from toolroll.limiter.slot import Slot
 from toolroll.limiter.slot_queue import SlotQueue
 
@@ -74,10 +73,7 @@ class Limiter:
             >>> with limiter.acquire(cost={"tokens": 1200}) as slot:
             ...     slot.correct(tokens=1180)
         """
-        for unit, amount in (cost or {}).items():
-            if not 0 <= amount < inf:
-                raise ValueError(f"Invalid cost of {self.resource!r}: {amount} {unit}. Expected at least 0.")
-        return Slot(self._queue, deadline, hold, {**ONE_REQUEST, **rename_calls(cost or {})})
+        return Slot(self._queue, deadline, hold, {**ONE_REQUEST, **checked_cost(self.resource, cost or {})})
 
     @property
     def resource(self) -> str:

@@ -6,7 +6,7 @@ limits:
   rpm: 600                       # requests per minute
   tpm: 200000                    # tokens per minute
   budget: {requests: 10000, usd: 20}
-  cost: {tokens: 1200}           # estimated cost of one use, beside one request
+  cost: {tokens: 1200}           # estimated cost of one use, in addition to one request
 """
 
 from __future__ import annotations

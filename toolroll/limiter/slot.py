@@ -15,7 +15,7 @@ from math import inf
 from toolroll.errors import BudgetExhausted, LimiterUnavailable, SlotTimeout
 from toolroll.limiter.ledger.credit import NO_AMOUNTS, Amounts
 from toolroll.limiter.ledger.feedback import Rejection, rejection_of
-from toolroll.limiter.ledger.policy import rename_calls
+from toolroll.limiter.ledger.policy import checked_cost
 from toolroll.limiter.slot_queue import SUCCESS, Outcome, SlotQueue, Waiter
 
 DEFAULT_HOLD_S = 60.0
@@ -117,11 +117,12 @@ class Slot:
 
         start = time.monotonic()
         waiter = self._new_waiter(start, wake)
-        if self._queue.acquire(waiter):
-            self._granted = waiter
-            return
-        timer = None if self._deadline is None else loop.call_later(self._deadline - start, settle)
+        timer: asyncio.TimerHandle | None = None
         try:
+            if self._queue.acquire(waiter):
+                self._granted = waiter
+                return
+            timer = None if self._deadline is None else loop.call_later(self._deadline - start, settle)
             await woken
         except BaseException:
             self._abandon(waiter)
@@ -198,10 +199,7 @@ class Slot:
         """
         if self._granted is None:
             raise RuntimeError(f"This slot of {self._queue.resource!r} was never acquired, so that it has no cost.")
-        for unit, amount in cost.items():
-            if not 0 <= amount < inf:
-                raise ValueError(f"Invalid cost of {self._queue.resource!r}: {amount} {unit}. Expected at least 0.")
-        self._queue.correct(self._granted, rename_calls(cost))
+        self._queue.correct(self._granted, checked_cost(self._queue.resource, cost))
 
     async def __aenter__(self) -> Slot:
         await self.acquire()
@@ -218,7 +216,7 @@ class Slot:
         self._release_after(error)
 
     def _release_after(self, error: BaseException | None) -> None:
-        """Release the slot. An exception is a rejection, or tells nothing about the resource."""
+        """Release the slot. An exception counts as a rejection if it indicates overload, and is ignored otherwise."""
         if error is None:
             self.release()
         elif isinstance(error, asyncio.CancelledError):
@@ -244,7 +242,7 @@ class Slot:
         if remaining <= 0:
             raise SlotTimeout(f"The deadline for a slot of {resource!r} has already passed. Allow more time.")
         self._rejection = None
-        self._waiter = Waiter(remaining if self._hold is None else self._hold, wake, self._cost)
+        self._waiter = Waiter(remaining if self._hold is None else float(self._hold), wake, self._cost)
         return self._waiter
 
     def _abandon(self, waiter: Waiter) -> None:

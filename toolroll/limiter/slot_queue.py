@@ -223,7 +223,7 @@ class SlotQueue:
         with self._lock:
             counts = f"{self.in_use} in use and {self.waiting} waiting in this process."
             if self.lease.is_probe:
-                return f"it rejects everything, so at most one request per second is sent; {counts} Check the resource."
+                return f"all requests are rejected, so at most one per second is sent; {counts} Check the service."
             limit = "limit"
             now, first = time.monotonic(), next(iter(self._waiters), None)
             if first is not None and self.in_use < self._leased.usable(now):

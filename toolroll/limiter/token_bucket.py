@@ -55,7 +55,7 @@ class LimiterMetrics:
             "toolroll_limiter_uses", "Uses of a resource, by outcome.", tag_keys=("resource", "outcome")
         )
         self._credit: Any = Gauge(
-            "toolroll_limiter_rate_credit", "Credit of a rate that can be handed out.", tag_keys=("resource", "unit")
+            "toolroll_limiter_rate_credit", "Credit of a rate that can be granted.", tag_keys=("resource", "unit")
         )
         self._budget_left: Any = Gauge(
             "toolroll_limiter_budget_left", "Unspent amount of a budget.", tag_keys=("resource", "unit")

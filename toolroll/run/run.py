@@ -77,14 +77,18 @@ class Run:
     async def __aenter__(self) -> Self:
         if self.config.retry == "infra":
             self.retried = await asyncio.to_thread(_set_aside_failed, self.config)
-        self._budgets = BudgetFile(Path(self.config.rollout_data_dir))
         self._backend = _LocalBackend(self.config) if self.config.cluster is None else _RayBackend(self.config)
         self.started_cluster = self._backend.started_cluster
         try:
-            await asyncio.to_thread(self._budgets.restore, budget_limits(self.config))
-            self._reporter = RunReporter(self.config)
+            # After the backend, which locks the directory: another run may still have been spending.
+            self._budgets = BudgetFile(Path(self.config.rollout_data_dir))
+            try:
+                await asyncio.to_thread(self._budgets.restore, budget_limits(self.config))
+                self._reporter = RunReporter(self.config)
+            except BaseException:
+                await asyncio.to_thread(self._budgets.close)
+                raise
         except BaseException:
-            await asyncio.to_thread(self._budgets.close)
             await self._backend.close()
             raise
         self._saving_budgets = asyncio.create_task(self._save_budgets())

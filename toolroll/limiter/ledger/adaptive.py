@@ -48,7 +48,7 @@ MAX_GROWTH_INFLATION = 1.5
 """The same ratio above which the limit is not raised."""
 
 MIN_IMPROVEMENT = 0.9
-"""Ratio of the mean durations after and before a decrease above which it did not help."""
+"""A decrease did not help if the mean duration after it is more than this fraction of the mean before it."""
 
 MIN_LATENCY_SAMPLES = 20
 """Minimum number of requests whose mean duration is compared."""
@@ -100,21 +100,21 @@ class AdaptiveLimit:
     _epoch_succeeded: int = 0
     _epoch_rejected: int = 0
     _failed: int = 0
-    """Uses that ended without success, whenever they were granted, since the last request of an open breaker."""
+    """Unsuccessful uses of all epochs since the last request of an open breaker."""
     _failures: int = 0
     """Decreases in a row."""
     _before_failures: int = 0
     """Limit that was sustained before them."""
     _accepted_before: int = 0
-    """Limit that was sustained before one was accepted that had been rejected; 0 if there is none."""
+    """Sustained limit to return to if a limit that was rejected, and later accepted, is rejected again; 0 if unset."""
     _fruitless: int = 0
     """Decreases in a row without a single success in between."""
     _pause_s: float = MIN_PAUSE_S
     _probe_at: float = 0.0
-    """Time before which no limit is tried that was rejected before, or no request is sent while the breaker is open."""
+    """Earliest time of the next attempt with a rejected limit or, while the breaker is open, of the next request."""
     _probe_by: float = 0.0
     _probe_after: int = 0
-    """Number of successes before which no limit is tried that was rejected before."""
+    """Number of successes required before the next attempt with a rejected limit."""
     _breaker_limit: int | None = None
     """Limit while a request is sent by an open breaker."""
     _in_use_before: int = 0
@@ -122,7 +122,7 @@ class AdaptiveLimit:
     _retry_at: float = 0.0
     """Time until which the resource asked to wait."""
     _is_settling: bool = False
-    """Whether requests of a higher limit may still run, so that durations tell nothing about this one."""
+    """Whether requests of a higher limit may still run, so their durations must not be attributed to this limit."""
     _slow_mean: float | None = None
     """Mean duration at which the limit was lowered last."""
     _slow_limit: int = 0

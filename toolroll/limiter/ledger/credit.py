@@ -23,8 +23,8 @@ EPSILON = 1e-12
 """Relative error of sums. For a budget, relative to its total."""
 
 MIN_COST, MIN_COST_FRACTION = 1e-6, 1e-9
-"""Credit that work needs of each account, even if its cost is unknown before it ends: an amount, and a fraction of what
-is spent and of the budget, below which an amount vanishes in the sum."""
+"""Minimum credit to start work of unknown cost: an amount, and a fraction of the spent amount and of the budget,
+because smaller amounts vanish in their sums."""
 
 Amounts = Mapping[str, float]
 """Amounts by unit, or by account."""
@@ -151,7 +151,7 @@ class LeasedCredit:
         )
 
     def exhausted(self, cost: Amounts, now: float) -> tuple[str, float] | None:
-        """Return the unit and the rest of a budget that does not suffice for work of this cost, or None."""
+        """Return the unit and remaining amount of a budget that cannot cover the cost, or None."""
         for account, obtainable in self.lease.obtainable.items():
             unit, left = unit_of(account), max(0.0, self.left(account, now)) + obtainable
             if exceeds(self._required(unit, cost), left, self._budgets.get(unit, 0.0)):

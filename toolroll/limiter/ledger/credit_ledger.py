@@ -10,10 +10,10 @@ Invariants:
   on within `CREDIT_TTL_S` expires at the holder, and counts as spent.
 - **Budgets.** The sum that all holders may have spent, dead ones included, never exceeds the total. Credit of a dead
   holder counts as spent. A holder gets at most `BUDGET_CHUNK` of the total at a time, so that little is lost.
-- **Restart.** A checkpoint has the amount of each budget that may have been handed out. A restored ledger has no credit
+- **Restart.** A checkpoint has the amount of each budget that may have been granted. A restored ledger has no credit
   of rates, and earns it from then on.
 - **Correction.** The true cost may exceed the estimated one, and then also the credit. The excess is subtracted from
-  the credit that is handed out next, so that budgets are exceeded by at most the excess of the work in progress.
+  the credit that is granted next, so that budgets are exceeded by at most the excess of the work in progress.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BURST_S = 0.4
 """Burst of a rate, in seconds of the rate."""
 
 RATE_FRACTION = 0.975
-"""Fraction of a rate that is handed out. The rest allows for a burst and for requests that travel longer than others:
+"""Fraction of a rate that is granted. The rest allows for a burst and for requests that travel longer than others:
 in any 10 seconds, the resource receives at most 1.05 times the rate."""
 
 CREDIT_TTL_S = 1.0
@@ -66,19 +66,19 @@ class _Account:
     """The ledger's state of a rate or a budget."""
 
     rate: float = 0.0
-    """Amount that is handed out per second; 0 for a budget."""
+    """Amount that is granted per second; 0 for a budget."""
     level: float = 0.0
-    """Amount that can be handed out."""
+    """Amount that can be granted."""
     total: float = 0.0
     """Total of a budget; 0 for a rate."""
     committed: float = 0.0
-    """Amount of a budget that may be handed out before the checkpoint must be saved again."""
+    """Amount of a budget that may be granted before the checkpoint must be saved again."""
     refunded: float = 0.0
     """Refunds of a rate that may be unspent, which do not count towards the burst. Forgotten within seconds."""
     is_capped: bool = True
     """Whether the level cannot grow by time. Always true for a budget."""
     is_fresh: bool = True
-    """Whether nothing of a rate was ever handed out, so that the whole burst is available."""
+    """True until credit of the rate is granted for the first time: the whole burst is available."""
 
     @property
     def handed_out(self) -> float:
@@ -127,7 +127,7 @@ class CreditLedger:
 
     Args:
         policy: Limits of the resource.
-        committed: Amounts of budgets that may have been handed out before a restart, by unit; None if there was none.
+        committed: Amounts of budgets that may have been granted before a restart, by unit; None if there was none.
     """
 
     def __init__(self, policy: LimitPolicy, committed: Amounts | None = None) -> None:
@@ -138,7 +138,7 @@ class CreditLedger:
         self._now = -inf
         """Time of the latest distribution."""
         self._granted_at = -inf
-        """Time at which credit was handed out last."""
+        """Time at which credit was granted last."""
         self._turn = 0.0
         """Turn of the holder that was served last."""
         self.set_policy(policy)
@@ -200,7 +200,7 @@ class CreditLedger:
             return
         holder = self._holders.get(name)
         if holder is None:
-            # Also a holder that returns: the credit that it had was counted as spent, or was handed out before a
+            # Also a holder that returns: the credit that it had was counted as spent, or was granted before a
             # restart of the ledger.
             expires_at = now + CREDIT_TTL_S
             self._holders[name] = holder = _HolderCredit(report, now, expires_at, turn=self._turn, has_slot=has_slot)
@@ -319,7 +319,7 @@ class CreditLedger:
         }
 
     def levels(self) -> dict[str, float]:
-        """Return the credit that can be handed out, by account."""
+        """Return the credit that can be granted, by account."""
         return {name: account.level for name, account in self._accounts.items()}
 
     @contextmanager
@@ -334,7 +334,7 @@ class CreditLedger:
     def _open_accounts(self, holder: _HolderCredit) -> None:
         """Give a holder an entry in each account.
 
-        Amounts that it has spent before do not count, as they were handed out. What it has spent of a budget beyond its
+        Amounts that it has spent before do not count, as they were granted. What it has spent of a budget beyond its
         credit is subtracted now.
         """
         for name, account in self._accounts.items():
@@ -441,7 +441,7 @@ class CreditLedger:
         return holder.has_slot and not any(self._shortages(holder, holder.report.first).values())
 
     def _commit(self) -> bool:
-        """Change the committed amounts if more was handed out, or much was returned. Return True if so."""
+        """Change the committed amounts if more was granted, or much was returned. Return True if so."""
         changed = False
         for account in self._accounts.values():
             chunk = CHECKPOINT_CHUNK * account.total

@@ -129,7 +129,7 @@ class Checkpoint(NamedTuple):
     """Current limit, which differs from those of the policy if it adapts."""
     epoch: int
     committed: Amounts = NO_AMOUNTS
-    """Amounts of budgets that may be handed out, by unit."""
+    """Amounts of budgets that may be granted, by unit."""
     is_open: bool = False
     """Whether the circuit breaker of an adaptive limit is open."""
 
@@ -160,7 +160,7 @@ class LimiterStatus(NamedTuple):
     rates: Amounts
     """Rate of each unit, per second."""
     credit: Amounts
-    """Credit of each rate that can be handed out now."""
+    """Credit of each rate that can be granted now."""
     budgets: Amounts
     """Total of each budget, by unit."""
     spent: Amounts
@@ -196,7 +196,7 @@ class Ledger:
     adaptive: AdaptiveLimit | None = None
     credit: CreditLedger = field(init=False)
     _budget_revision: int = 0
-    """Revision of the checkpoint with all amounts of budgets that were handed out."""
+    """Revision of the checkpoint with all amounts of budgets that were granted."""
     _dead_until: dict[str, float] = field(default_factory=dict)
     """Dead holders, with the time until which their messages may still arrive."""
     _silent_since: dict[str, int] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import NamedTuple
 
 from toolroll.errors import ConfigError
@@ -17,6 +18,22 @@ CALLS = "calls"
 """Another name of `REQUESTS`."""
 
 _NONE: Mapping[str, float] = {}
+
+
+def checked_cost(resource: str, cost: Mapping[str, float]) -> dict[str, float]:
+    """Return the cost of work by unit, as floats: numbers of other libraries cannot be saved or added to these.
+
+    Args:
+        resource: Name of the resource, for messages.
+        cost: Amounts by unit. `calls` are `requests`.
+
+    Raises:
+        ValueError: If an amount is negative or not finite.
+    """
+    for unit, amount in cost.items():
+        if not 0 <= amount < inf:
+            raise ValueError(f"Invalid cost of {resource!r}: {amount} {unit}. Expected at least 0.")
+    return rename_calls({unit: float(amount) for unit, amount in cost.items()})
 
 
 def rename_calls(amounts: Mapping[str, float]) -> dict[str, float]:
@@ -72,13 +89,21 @@ class LimitPolicy(NamedTuple):
         parts += [f"budget of {total:.15g} {unit}" for unit, total in self.budgets.items()]
         return ", ".join(parts) or "no limit"
 
-    def command_line_options(self) -> str:
-        """Return the arguments of `toolroll limiter set` that set these limits."""
-        options = [] if self.max == UNLIMITED else [str(self.max)]
-        options += [f"--min {self.min}"] if self.adapts else []
+    def command_to_replace(self, current: LimitPolicy, resource: str) -> str:
+        """Return the command that replaces the current limits of a resource by these.
+
+        Args:
+            current: The limits that the cluster uses.
+            resource: Name of the resource.
+        """
+        if not (current.rates.keys() <= self.rates.keys() and current.budgets.keys() <= self.budgets.keys()):
+            return f"toolroll limiter remove {resource!r}"  # `set` cannot remove a rate or a budget
+        is_same_limit = (current.min, current.max, current.is_range) == (self.min, self.max, self.is_range)
+        options = [] if is_same_limit else [str(self.max)]
+        options += [f"--min {self.min}"] if not is_same_limit and (self.is_range or current.is_range) else []
         options += [f"--rate {unit}={_exact(rate)}" for unit, rate in self.rates.items()]
         options += [f"--budget {unit}={_exact(total)}" for unit, total in self.budgets.items()]
-        return " ".join(options)
+        return " ".join(["toolroll limiter set", repr(resource), *options])
 
     @property
     def has_limits(self) -> bool:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 CONNECTION_CLOSE_TIMEOUT_S = 5.0
 """Timeout for closing a connection, after which its task is cancelled."""
 LOSS_REPORT_TIMEOUT_S = 0.5
-"""Timeout for the error that ended a connection, after a call has failed because of it."""
+"""Time to wait for the cause of a lost connection, before a failed call is reported without it."""
 MAX_PAGES = 100
 """Maximum number of pages of a list of tools."""
 MAX_FAULT_CHARS = 1500
@@ -66,6 +66,15 @@ class ListedTool:
     def schema_hash(self) -> str:
         """Hash of all that the prompt contains of the tool."""
         return schema_hash([self.name, self.description, self.input_schema])
+
+
+class McpServerFault(InfraFault):
+    """Raised when an MCP server cannot be reached, has ended or violates the protocol."""
+
+    status: int | None = None
+    """Status of the HTTP response. With 429 or 503, for example, a limit that adapts is lowered."""
+    retry_after_s: float = 0.0
+    """Time for which the server asked to wait."""
 
 
 def schema_hash(schema: Any) -> str:
@@ -160,8 +169,8 @@ class McpConnection:
             raise self.fault(f"returned an invalid result for {name!r}: {_first_line(error)}") from error
         finally:
             self._running_calls -= 1
-            if self.is_retired and not self._running_calls:
-                self._closing_retired = asyncio.create_task(self.close())
+            if self.is_retired:
+                self._retire()
 
     async def list_again(self) -> None:
         """List the tools of the server again.
@@ -173,7 +182,9 @@ class McpConnection:
             async with asyncio.timeout(self.settings.start_timeout):
                 await self._list_tools()
         except Exception as error:
-            raise self.fault(self._problem or f"cannot list its tools: {_first_line(_leaf(error))}") from error
+            fault = self.fault(self._problem or f"cannot list its tools: {_first_line(_leaf(error))}")
+            self._retire()  # otherwise, all later calls would list the tools in vain
+            raise fault from error
 
     async def responds(self, timeout_s: float) -> bool:
         """Return True if the server lists its tools within a timeout. The list is not used."""
@@ -188,11 +199,18 @@ class McpConnection:
         """End the connection because the server cannot be used any more. Its calls fail.
 
         Args:
-            reason: Why, as the end of a sentence about the server. By default, the error that ends the connection.
+            reason: Predicate of the message about the server, such as "exited with status 1". Default: the error that
+                ends the connection.
         """
         self._problem = self._problem or reason
         self._must_reconnect = True
         self._closing.set()
+
+    def _retire(self) -> None:
+        """Have later calls use another connection. Close this one when no call runs."""
+        self.is_retired = self.loss_reported = True
+        if not self._running_calls:
+            self._closing_retired = asyncio.create_task(self.close())
 
     async def close(self) -> None:
         """Close the connection and end the server. Takes a bounded time."""
@@ -216,10 +234,18 @@ class McpConnection:
         await asyncio.wait([self._owner], timeout=LOSS_REPORT_TIMEOUT_S)
         return self.fault(self._problem or message)
 
-    def fault(self, reason: str) -> InfraFault:
-        """Return a fault of the server."""
+    def fault(self, reason: str, exchange: HttpExchange | None = None) -> McpServerFault:
+        """Return a fault of the server.
+
+        Args:
+            reason: Predicate of the message about the server, such as "exited with status 1".
+            exchange: Its HTTP response, if there is one.
+        """
         reason = shorten_middle(hide_url_secrets(reason), MAX_FAULT_CHARS).rstrip(".")
-        return InfraFault(f"MCP server {self.settings.label}: {reason}.")
+        fault = McpServerFault(f"MCP server {self.settings.label}: {reason}.")
+        if exchange is not None:
+            fault.status, fault.retry_after_s = exchange.status, exchange.retry_after_s
+        return fault
 
     async def _own(self) -> None:
         """Establish the connection, keep it until it is closed, and close it."""
@@ -240,7 +266,7 @@ class McpConnection:
             else:
                 status = f" ({exchange})" if exchange.status and exchange.status >= 400 else ""
                 problem = exchange.failure or f"{self._problem}{status}"
-                self._started.set_exception(self.fault(f"cannot be started or reached: {problem}"))
+                self._started.set_exception(self.fault(f"cannot be started or reached: {problem}", exchange))
         finally:
             if not self._started.done():
                 self._started.cancel()
@@ -288,7 +314,7 @@ class McpConnection:
         if exchange.is_too_long or error.message.startswith(LONG_EVENT_MESSAGE):
             return PolicyFault(LONG_RESULT)
         if exchange.failure is not None:
-            return self.fault(f"the request failed: {exchange.failure}")
+            return self.fault(f"the request failed: {exchange.failure}", exchange)
         if error.code == CONNECTION_CLOSED and not self.is_usable:
             return await self.lost(error.message)
         if error.code == CONNECTION_CLOSED and self.settings.url and error.message.startswith(LOST_MESSAGES):
@@ -303,7 +329,7 @@ class McpConnection:
             self.is_retired = self.loss_reported = True
         is_rejection = exchange.is_message or exchange.status in ARGUMENT_STATUSES
         if is_session_unknown or not is_rejection or error.code in (METHOD_NOT_FOUND, PARSE_ERROR):
-            return self.fault(f"responded with error {error.code}: {error.message}{status}")
+            return self.fault(f"responded with error {error.code}: {error.message}{status}", exchange)
         return PolicyFault(f"{error.message or f'The call failed with error {error.code}.'}{status}")
 
 

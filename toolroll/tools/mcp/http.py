@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ import httpx2
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 
+from toolroll._internal.retry_after import parse_retry_after
 from toolroll.tools.mcp.http_exchange import current_exchange
 from toolroll.tools.mcp.settings import McpServerSettings, hide_url_secrets
 from toolroll.tools.mcp.stdio import MAX_MESSAGE_BYTES
@@ -103,6 +105,7 @@ class StreamableHttpClient(httpx2.AsyncClient):
             response = httpx2.Response(502, request=request)
         if exchange is not None and _is_request(request):
             exchange.status, exchange.content_type = response.status_code, content_type
+            exchange.retry_after_s = parse_retry_after(response.headers.get("retry-after"), time.time()) or 0.0
             exchange.failure, exchange.is_too_long = failure, is_too_long
         return response
 

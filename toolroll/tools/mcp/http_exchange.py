@@ -29,6 +29,8 @@ class HttpExchange:
     status: int | None = None
     """Its status. None without a response, or if the transport is not streamable HTTP."""
     content_type: str = ""
+    retry_after_s: float = 0.0
+    """Time for which the server asked to wait."""
     failure: str | None = None
     """Why the request failed. The status is 502 then."""
     is_too_long: bool = False

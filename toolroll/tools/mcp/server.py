@@ -274,10 +274,12 @@ class McpServer:
         if timeout_s < call.timeout_s and waited_s >= MAX_WAIT_SHARE * (waited_s + timeout_s):
             waits = f"it had {timeout_s:.2f} s left after waiting for {waited_s:.2f} s"
             raise connection.fault(f"the call started too late: {waits}")
-        raise CallTimeout(f"The tool call timed out after {timeout_s:.3g} s.")
+        # The cause is a rejection for a limit that adapts.
+        raise CallTimeout(f"The tool call timed out after {timeout_s:.3g} s.") from TimeoutError()
 
     async def _prepare(self, slot: ConnectionSlot, call: ServerCall) -> McpConnection:
         """Return a connection whose list of tools is known."""
+        connection = None
         try:
             async with asyncio.timeout(call.remaining_s()):
                 connection = await slot.get()
@@ -286,7 +288,11 @@ class McpServer:
                     self._check_tools(connection)
                 return connection
         except TimeoutError:
-            raise InfraFault(f"MCP server {self.settings.label}: did not start before the call's deadline.") from None
+            if connection is not None:
+                self._probe(connection)
+            missing = "start" if connection is None else "list its tools"
+            message = f"MCP server {self.settings.label}: did not {missing} before the call's deadline."
+            raise InfraFault(message) from None
 
     async def _fetch_listing(self) -> dict[str, ListedTool]:
         connection = await self._open()
