@@ -122,7 +122,9 @@ def test_config_files_of_the_cluster_page_load(root: Path, tmp_path: Path) -> No
     assert blocks.keys() == {"run.yaml", "tools.yaml"}
     for name, text in blocks.items():
         (tmp_path / name).write_text(text)
-    config = RunConfig.load(tmp_path / "run.yaml", ["data.path=rows.jsonl", "tools=tools.yaml"])
+    config = RunConfig.load(tmp_path / "run.yaml")
+    assert config.tools == str(tmp_path / "tools.yaml")
+    assert config.data.path == str(tmp_path / "problems.jsonl")
     assert len(config.engine.urls) == 2
     [interpreter] = initialize_tools_from_config(tmp_path / "tools.yaml")
     assert isinstance(interpreter, SandboxFusionTool)

@@ -1,8 +1,9 @@
 """Score programs by running them against test cases: one answer or a batch, blocking or async.
 
-verl's reward managers call these functions with their names and arguments:
+The names and arguments are those with which verl's reward managers call a function. In verl's configs, use the same
+functions of `toolroll.integrations.verl.reward`, because verl does not support a score of None:
 
-    reward.custom_reward_function.path=pkg://toolroll.rewards.code
+    reward.custom_reward_function.path=pkg://toolroll.integrations.verl.reward
     reward.custom_reward_function.name=compute_score_async
     +reward.custom_reward_function.reward_kwargs.sandbox_fusion_url=http://10.0.0.1:8080
 

@@ -158,7 +158,8 @@ class Trajectory:
     calls: list[CallRecord]
     """Tool calls, in order."""
     tool_versions: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprint of each tool, which changes with its implementation, `version`, settings and schema."""
+    """Fingerprint of each tool. It changes with the name of the class or function, `version`, the settings and the
+    schema, but not with the code."""
     started_at: float | None = None
     """Unix time at which the trajectory started. None in older records."""
     seconds: float

@@ -218,6 +218,11 @@ class RunConfig(_StrictModel):
             raise ValueError("replay.engine: records of a chat server have no tokens, so set replay.engine=false")
         return self
 
+    @property
+    def model_name(self) -> str | None:
+        """Name or directory of the model that samples. A chat server (`openai`) does not use `model`."""
+        return self.engine.model if self.engine.kind == "openai" else self.model or self.engine.model
+
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Load a config file.

@@ -47,7 +47,7 @@ def lock_directory(config: RunConfig, rows: PromptRows | None = None) -> RunLock
         "data": (rows or PromptRows(config.data)).fingerprint(),
         "n": config.n,
         "prompts_per_step": config.prompts_per_step,
-        "model": config.model or config.engine.model,
+        "model": config.model_name,
         **mcp_identity(_mcp_tools(config)),
     }
     return RunLock(Path(config.rollout_data_dir), identity, keeps_failed=config.retry == "none")

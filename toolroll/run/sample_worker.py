@@ -173,7 +173,7 @@ def _failed_trajectory(payload: SampleItem, error: str) -> Trajectory:
 def _make_tracing(config: RunConfig) -> Tracing | None:
     if config.tracing is None:
         return None
-    return Tracing(config.tracing, model=config.model or config.engine.model, engine=config.engine.kind)
+    return Tracing(config.tracing, model=config.model_name, engine=config.engine.kind)
 
 
 def make_rollout(

@@ -77,7 +77,7 @@ def read_trace_id(traceparent: str) -> str | None:
 
 
 def trace_id(request_id: str) -> str:
-    """Return the trace id of a trajectory: its `request_id`, or a hash if that has another form."""
+    """Return the trace id of a trajectory: its `request_id`, or a hash of it if it is not a valid trace id."""
     return request_id if TRACE_ID.fullmatch(request_id) else _digest(request_id, 16)
 
 

@@ -1,8 +1,8 @@
 """Token engine for vLLM.
 
-If the server has `/inference/v1/generate` (`vllm serve --enable-scale-out`), aborted calls return the ids sampled so
-far, and generations have the version of the weights. Otherwise the engine uses `/v1/completions`, where aborted calls
-return no ids.
+If the server has `/inference/v1/generate` (vLLM 0.30 or newer with `--enable-scale-out`), aborted calls return the ids
+sampled so far, and generations have the version of the weights. Otherwise the engine uses `/v1/completions`, where
+aborted calls return no ids.
 """
 
 from __future__ import annotations

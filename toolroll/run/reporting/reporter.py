@@ -70,7 +70,7 @@ def _shown_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that identify a run. URLs are left out, because they may contain credentials."""
     return {
         "engine": config.engine.kind,
-        "model": config.model or config.engine.model,
+        "model": config.model_name,
         "data": config.data.path,
         "n": config.n,
         **{f"sampling_params.{name}": value for name, value in config.sampling_params.items()},

@@ -14,7 +14,7 @@ from toolroll.tools.base_tool import ToolResult
 ENCODING_VERSION = 1
 """Version of the encoding. It is part of the keys, so that another version of toolroll does not read these results."""
 TIMING_METRICS = frozenset({"queue_wait", "sandbox_wait", "execution_time", "attempts"})
-"""Metrics of the call that a hit did not make."""
+"""Metrics that describe the original call, and are omitted from a hit."""
 
 
 class NotStorable(ToolrollError):

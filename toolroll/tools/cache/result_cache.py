@@ -108,7 +108,7 @@ class ResultCache:
         self._has_warned = False
 
     async def fetch(self, key: str, call: Call, settings: CacheSettings, origin: str) -> ToolResult:
-        """Return the result of a key, making the call if nobody else has made it or makes it.
+        """Return the result of a key. Make the call unless its result is stored or another caller is making it.
 
         Args:
             key: Key of the call.

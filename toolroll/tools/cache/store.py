@@ -5,7 +5,8 @@ A *flight* is a call in progress. Its owner holds a lease, which it renews while
 Invariants:
 
 - At most one owner holds a live lease of a key.
-- A flight whose lease has expired can be claimed by anybody: a killed owner delays others by at most `FLIGHT_LEASE_S`.
+- A flight whose lease has expired can be claimed by any caller, so a killed owner delays others by at most
+  `FLIGHT_LEASE_S`.
 - The failure of a flight is reported to those who waited for it, and to no later caller. If it is `NOT_SHARED`, they
   all make the call at once, and none of them owns a flight.
 - The results never exceed the maximum size. The oldest are removed.
