@@ -87,21 +87,44 @@ def test_any_trajectory_can_be_converted(
 @settings(max_examples=scaled(25))
 @given(
     st.lists(
-        st.dictionaries(st.sampled_from([*trajectory_fields(trajectory(), 1), "else"]), JSON, max_size=6), max_size=3
+        st.dictionaries(st.sampled_from([*trajectory_fields(trajectory(), 1), "rescored", "else"]), JSON, max_size=6),
+        max_size=3,
     )
 )
 def test_any_other_line_can_be_converted(tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]) -> None:
     out = tmp_path_factory.mktemp("out") / "x.parquet"
     records = [Record.parse(encode(line | form)) for line in lines for form in ({"format": FORMAT}, {"format": None})]
     assert convert(records, out) == len(records)
-    extras = [json.loads(row["extra"]) for row in pq.read_table(out).to_pylist()]
-    kept = [extra.get("else") for extra in extras]
-    assert kept == [record.fields.get("else", _extra_value(record)) for record in records]
+    for record, row in zip(records, pq.read_table(out).to_pylist(), strict=True):
+        extra = json.loads(row["extra"])
+        lost = [name for name, value in record.fields.items() if not _is_kept(name, value, record, row, extra)]
+        assert lost == [], (record.fields, row)
 
 
-def _extra_value(record: Record) -> Any:
-    extra = record.fields.get("extra")
-    return extra.get("else") if isinstance(extra, dict) else None
+def _is_kept(name: str, value: Any, record: Record, row: dict[str, Any], extra: dict[str, Any]) -> bool:
+    if value in (None, [], {}) or (name in extra and extra[name] == value):
+        return True
+    if name == "extra":
+        return isinstance(value, dict) and all(extra[key] == one or key in record.fields for key, one in value.items())
+    column = row.get(name)
+    if name in ("gts", "rewards", "rescored"):
+        column = None if column is None else json.loads(column)
+    if name in ("messages", "turns", "calls"):
+        return isinstance(value, list) and list(map(_without_none, column)) == list(map(_without_none, value))
+    return bool(column == value) or (name == "format" and record.is_native)
+
+
+def _without_none(fields: Any) -> Any:
+    return {name: one for name, one in fields.items() if one not in (None, [])} if isinstance(fields, dict) else fields
+
+
+def test_fields_of_other_programs_are_kept(out: Path) -> None:
+    foreign = {"format": "chat", "tokens": 12, "turns": 3, "calls": [1], "messages": "none", "score": "high"}
+    native = {**trajectory_fields(trajectory(), 7), "tool_versions": {"search": "1"}}
+    convert([Record.parse(encode(fields)) for fields in (foreign, native)], out)
+    first, second = pq.read_table(out).to_pylist()
+    assert json.loads(first["extra"]) == foreign
+    assert json.loads(second["extra"]).keys() == {"ground_truth", "uid", "written_at", "tool_versions"}
 
 
 def test_verl_dump_can_be_converted(out: Path) -> None:

@@ -130,14 +130,13 @@ def leftovers(draw: st.DrawFn) -> bytes | None:
 @settings(max_examples=scaled(60))
 @given(complete=leftovers(), part=leftovers())
 def test_each_record_is_once_in_the_output_after_any_kill(complete: bytes | None, part: bytes | None) -> None:
-    """A second run completes the scores that the first one found missing in an unfinished file."""
     called: list[float] = []
 
     def ground_truth(one: Trajectory) -> float:
         called.append(one.extra["ground_truth"])
         return float(one.extra["ground_truth"])
 
-    async def run_twice(dumps: Path, out: Path) -> RescoreResult:
+    async def run_again(dumps: Path, out: Path) -> RescoreResult:
         rescorer = Rescorer({"number": ground_truth})
         await rescorer.run(dumps, out)
         (out / "1.jsonl").unlink()
@@ -145,15 +144,13 @@ def test_each_record_is_once_in_the_output_after_any_kill(complete: bytes | None
             if data is not None:
                 (out / name).write_bytes(data)
         called.clear()
-        await rescorer.run(dumps, out)
-        assert len(lines_of(out)) == len(COMPLETE)
         return await rescorer.run(dumps, out)
 
     with tempfile.TemporaryDirectory() as folder:
         dumps, out = Path(folder, "dumps"), Path(folder, "out")
         dumps.mkdir()
         (dumps / "1.jsonl").write_bytes(b"".join(DUMP_LINES))
-        result = asyncio.run(run_twice(dumps, out))
+        result = asyncio.run(run_again(dumps, out))
         assert lines_of(out) == COMPLETE
         assert (result.records, result.unscored) == (6, 0)
         assert len(called) == len(set(called)), "no record is scored twice"
@@ -166,6 +163,26 @@ def test_output_of_a_shorter_source_is_shortened(tmp_path: Path) -> None:
     (dumps / "1.jsonl").write_bytes(b"".join(lines_of(dumps)[:2]))
     assert run(dumps, tmp_path / "out").reused == 2
     assert scores_of(tmp_path / "out") == [0.0, 1.0]
+
+
+def test_outputs_of_removed_files_are_deleted(tmp_path: Path) -> None:
+    dumps, out = write(tmp_path / "dumps", trajectory(0)), tmp_path / "out"
+    write(dumps, trajectory(1), step=2)
+    write_verl(dumps / "rank-1" / "2.jsonl", [{**verl_line(2), "request_id": "request-2"}])
+    (dumps / "images").mkdir()
+    run(dumps, out)
+    (out / ".2.jsonl.part").touch()
+    (dumps / "2.jsonl").rename(dumps / "3.jsonl")
+    (dumps / "rank-1" / "2.jsonl").unlink()
+    run(dumps / "1.jsonl", out)
+    assert len(list(out.rglob("*2.jsonl*"))) == 3, "the source is a single file"
+    run(dumps, out)
+    assert scores_of(out) == [0.0, 1.0]
+    assert {path.name for path in out.iterdir() if ".jsonl" in path.name} == {"1.jsonl", "3.jsonl"}
+    (dumps / "1.jsonl").rename(tmp_path / "1.jsonl")
+    (dumps / "3.jsonl").rename(tmp_path / "3.jsonl")
+    run(dumps, out)
+    assert scores_of(out) == [0.0, 1.0], "a source without files, which may be on a disk that is not mounted"
 
 
 def test_finished_rescoring_writes_nothing_again(tmp_path: Path) -> None:
@@ -264,6 +281,30 @@ async def test_cancelled_rescoring_keeps_scores_behind_a_slow_one(tmp_path: Path
     assert scores_of(tmp_path / "out") == list(map(float, range(50)))
 
 
+@pytest.mark.virtual_time
+async def test_scores_that_an_unfinished_file_lacks_are_added(tmp_path: Path) -> None:
+    dumps = write(tmp_path / "dumps", *map(trajectory, range(6)))
+    called: list[float] = []
+    is_down = True
+
+    async def fails_at_1_and_waits_at_3(one: Trajectory) -> float:
+        called.append(number_of(one))
+        if is_down and number_of(one) == 1:
+            raise InfraFault("the judge is down")
+        await asyncio.sleep(1000 if is_down and number_of(one) == 3 else 0)
+        return number_of(one)
+
+    rescorer = Rescorer({"number": fails_at_1_and_waits_at_3})
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(rescorer.run(dumps, tmp_path / "out"), 10)
+    is_down = False
+    called.clear()
+    result = await rescorer.run(dumps, tmp_path / "out")
+    assert (result.unscored, result.reused) == (0, 4)
+    assert called == [1, 3]
+    assert scores_of(tmp_path / "out") == list(map(float, range(6)))
+
+
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_moved_records_keep_their_scores(is_complete: bool, tmp_path: Path) -> None:
     """Two records are equal, and the second one of them has no score."""
@@ -312,6 +353,20 @@ def test_function_that_always_fails_stops_the_rescoring(tmp_path: Path) -> None:
     dumps = write(tmp_path / "dumps", *map(trajectory, range(100)))
     with pytest.raises(RescoringFailed, match=r"first 32 records could not be scored: .* ZeroDivisionError"):
         run(dumps, tmp_path / "out", lambda one: 1 / 0)
+
+
+@pytest.mark.virtual_time
+async def test_fast_failures_behind_slow_successes_do_not_stop(tmp_path: Path) -> None:
+    dumps = write(tmp_path / "dumps", *map(trajectory, range(64)))
+
+    async def first_ones_are_slow(one: Trajectory) -> float:
+        if number_of(one) >= 31:
+            raise InfraFault("no such case")
+        await asyncio.sleep(10)
+        return number_of(one)
+
+    result = await Rescorer({"number": first_ones_are_slow}).run(dumps, tmp_path / "out")
+    assert result.unscored == 33
 
 
 def test_records_that_always_fail_do_not_block_new_ones(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import socket
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ from record_samples import trajectory
 from rollout import small_tokenizer
 
 from run import varied_engine
-from toolroll.errors import ConfigError
+from toolroll import BaseTool
+from toolroll.errors import ConfigError, InfraFault, ReplayMiss
+from toolroll.records import recording
+from toolroll.records.directory import DumpFile
 from toolroll.records.reader import read_records
 from toolroll.records.record import Record
+from toolroll.records.recording import RecordDirectory
 from toolroll.rollout.engines.base import GenerationTimings
 from toolroll.rollout.replay.recording import RecordedTrajectory
+from toolroll.rollout.reward import RewardRule
 from toolroll.rollout.tokens import TokenStream
-from toolroll.rollout.trajectory import TurnRecord
+from toolroll.rollout.trajectory import FinishReason, Rewards, TurnRecord
 from toolroll.run import sample_worker
 from toolroll.run.config import RunConfig
 from toolroll.run.run import Run
@@ -173,6 +179,62 @@ async def test_other_prompt_is_a_miss(configure: Callable[..., Path], without_re
     assert "The prompt of turn 0 differs" in str(records(file.parent / "new")["1", 0].error)
 
 
+@pytest.mark.parametrize("limit", ["max_assistant_turns=1", "max_response_len=20", "max_prompt_len=5"])
+async def test_replay_that_ends_early_is_a_miss(
+    configure: Callable[..., Path], without_retries: None, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Also if no tool has a reward, so that nothing else depends on the calls."""
+    monkeypatch.setattr(varied_engine.VariedTool, "calc_reward", BaseTool.calc_reward)
+    file = configure(2, 1)
+    await run(file, "engine.kind=run.varied_engine.SteadyEngine")
+    await replay(file, f"limits.{limit}")
+    for record in records(file.parent / "new").values():
+        assert record.outcome == "infra"
+        assert "of 2 recorded generations" in str(record.error)
+        assert "the limits or the parsing of tool calls have changed" in str(record.error)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fails", "retryable"),
+    [
+        (True, "reward", True),
+        (True, "call", False),
+        (False, "reward", True),
+        (False, "engine", True),
+        (False, "call", False),
+        (False, "tool reward", False),
+    ],
+)
+async def test_only_live_faults_of_a_replay_are_retried(
+    configure: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, *, engine: bool, fails: str, retryable: bool
+) -> None:
+    file, kind = configure(1, 1), "engine.kind=run.varied_engine.SteadyEngine"
+    await run(file, kind)
+
+    async def fail(*args: Any, **kwargs: Any) -> Any:
+        raise InfraFault("It is down.")
+
+    match fails:
+        case "engine":
+            monkeypatch.setattr(varied_engine.SteadyEngine, "generate", fail)
+        case "call":
+            monkeypatch.setattr(RecordedTrajectory, "find_call", miss)
+        case "tool reward":
+            find = RecordDirectory.find
+            monkeypatch.setattr(RecordDirectory, "find", lambda *args: replace(find(*args), is_scored=False))
+    setting = f"replay={{directory: {file.parent / 'recorded'}, engine: {str(engine).lower()}}}"
+    rollout = sample_worker.make_rollout(RunConfig.load(file, [kind, setting, "rollout_data_dir=new"]))
+    if fails == "reward":
+        rollout._loop.rewards = RewardRule(functions={"judge": fail})
+    async with rollout:
+        found = await rollout.sample("Question 0?", group="0", sample=0)
+    assert (found.outcome, found.retryable) == ("infra", retryable), found.error
+
+
+def miss(*args: Any) -> Any:
+    raise ReplayMiss("No recorded result.")
+
+
 async def test_tools_are_replayed_for_an_engine(
     configure: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +268,26 @@ def test_recorded_prompts_are_not_copied() -> None:
     assert recorded.generations is not None
     assert len(recorded.generations) == 50
     assert used < 100_000
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "steps", "error"),
+    [(FinishReason.LENGTH, (0.0,), None), (FinishReason.INFRA, (0.0,), "failed"), (FinishReason.LENGTH, (), "failed")],
+)
+def test_error_of_a_reward_function_is_not_replayed(
+    finish_reason: FinishReason, steps: tuple[float, ...], error: str | None
+) -> None:
+    """The error of a conversation, or of the `calc_reward` of a tool, is."""
+    rewards = Rewards(total=None, steps=steps)
+    one = trajectory(outcome="infra", error="failed", finish_reason=finish_reason, rewards=rewards)
+    assert RecordedTrajectory.of(one).error == error
+
+
+def test_unreadable_file_of_a_recording_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = DumpFile(str(tmp_path / "1.jsonl"), "1", 1)
+    monkeypatch.setattr(recording, "dump_files", lambda _: [file])
+    with pytest.raises(ConfigError, match=r"Cannot read .*1\.jsonl: No such file"):
+        RecordDirectory(tmp_path)
 
 
 def test_replay_into_its_own_directory_is_refused(configure: Callable[..., Path]) -> None:

@@ -246,7 +246,7 @@ async def test_run_without_collector_is_complete(
     status = await finished(config, tmp_path, f"tracing=http://127.0.0.1:{port}")
     assert status.done == 36
     warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    reason = "it did not accept the spans in time. The rollout continues."
+    reason = "the collector did not accept the spans in time. The rollout continues."
     assert warnings == [f"cannot send traces to http://127.0.0.1:{port}: {reason}"]
 
 

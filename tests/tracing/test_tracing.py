@@ -286,6 +286,31 @@ def test_dead_collector_costs_nothing(caplog: pytest.LogCaptureFixture, monkeypa
     assert trace_headers() == {}
 
 
+@pytest.mark.parametrize("status", [401, 404])
+def test_warning_has_the_status_of_the_collector(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    with Collector(status=status) as refusing:
+        tracing = start_tracing(refusing.url)
+        finish_trajectory(trajectory())
+        tracing.close()
+    [warning] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert f"code: {status}" in warning
+
+
+def test_credentials_in_errors_of_the_exporter_are_hidden(caplog: pytest.LogCaptureFixture) -> None:
+    tracing = exporter.Tracing("http://127.0.0.1:4318")
+
+    def send(spans: Any) -> bool:
+        logging.getLogger(exporter.EXPORTER_LOGGER).error("No route to %s.", "http://me:secret@collector/v1/traces")
+        return False
+
+    tracing._sender.send = send  # type: ignore[method-assign]
+    tracing.start()
+    finish_trajectory(trajectory())
+    tracing.close()
+    [warning] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert warning.endswith(": No route to http://***@collector/v1/traces. The rollout continues.")
+
+
 def test_complete_url_of_the_environment_is_used_as_it_is(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

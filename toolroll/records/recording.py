@@ -39,7 +39,11 @@ class RecordDirectory:
         self._repeated = 0
         for file in dump_files(directory):
             position = 0
-            with Path(file.path).open("rb", READ_BUFFER_BYTES) as opened:
+            try:
+                opened = Path(file.path).open("rb", READ_BUFFER_BYTES)  # noqa: SIM115 (only opening is in the try block)
+            except OSError as error:
+                raise ConfigError(f"Cannot read {file.path}: {error.strerror}.") from error
+            with opened:
                 for line in read_lines(opened):
                     self._add(file.path, position, line)
                     position += len(line)
@@ -58,6 +62,9 @@ class RecordDirectory:
         Args:
             group: Group of the trajectory.
             sample: Index of the sample in its group.
+
+        Returns:
+            The trajectory, read from its file.
 
         Raises:
             ReplayMiss: If there is no record of it, or the record cannot be read.

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolroll.errors import BudgetExhausted, ConfigError, Fault, InfraFault, UserCodeError
+from toolroll.errors import BudgetExhausted, ConfigError, Fault, InfraFault, ReplayMiss, UserCodeError
 from toolroll.images import image_content
 from toolroll.rollout.chat.parsed_turn import ParsedTurn
 from toolroll.rollout.engines.base import FinishType
@@ -115,14 +115,14 @@ class RolloutLoop:
             if self._replay is not None:
                 self._replay.end(request.request_id)
         trajectory = self._make_trajectory(request, rewards, time.monotonic() - request.started)
+        is_reproduced = trajectory.outcome == "infra" and self._is_reproduced(request, failure)
         if trajectory.outcome == "ok":
             failure = await self._score(trajectory, request.limits.turn_timeout)
         if trajectory.outcome == "infra":
             if isinstance(failure, BudgetExhausted):
                 trajectory.exhausted_budget = failure.resource, failure.unit
             is_bug = isinstance(failure, UserCodeError)
-            is_recorded = self._replay is not None and (self._replay.engine or self._replay.on_miss == "error")
-            trajectory.retryable = not is_bug and not is_recorded and trajectory.exhausted_budget is None
+            trajectory.retryable = not is_bug and not is_reproduced and trajectory.exhausted_budget is None
             self._warn_once(trajectory, failure.__cause__ if is_bug and failure is not None else None)
         finish_trajectory(trajectory)
         return trajectory
@@ -194,6 +194,14 @@ class RolloutLoop:
         else:
             self._generator.append_tool_responses(request, responses)
         request.messages += responses
+
+    def _is_reproduced(self, request: AsyncRolloutRequest, failure: Exception | None) -> bool:
+        """Return True if another attempt would repeat an infra fault that occurred before scoring."""
+        if self._replay is None:
+            return False
+        if self._replay.engine or isinstance(failure, ReplayMiss):
+            return True
+        return self._replay.on_miss == "error" and any(call.fault is Fault.INFRA for call in request.calls)
 
     async def _score(self, trajectory: Trajectory, timeout_s: float) -> InfraFault | None:
         """Add the results of the reward functions. Return the fault if they failed."""

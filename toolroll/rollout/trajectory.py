@@ -143,7 +143,7 @@ class Trajectory:
     """Error message, if something failed."""
     retryable: bool = True
     """False if another attempt would fail in the same way, because a reward function or a tool raised an exception,
-    because a budget is spent, or because a record was replayed."""
+    because a budget is spent, or because a replay reproduced it."""
     exhausted_budget: tuple[str, str] | None = None
     """Resource and unit of the spent budget that ended the trajectory."""
     fidelity: Fidelity

@@ -137,6 +137,8 @@ class Tracing:
         self._sender = SpanSender(endpoint)
         self._pending: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_PENDING_TRAJECTORIES)
         self._has_failed = False
+        self._export_error: str | None = None
+        """Last error that OpenTelemetry's exporter logged."""
         self._has_given_up = False
         self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
         self._sink = self._add
@@ -177,7 +179,11 @@ class Tracing:
 
     def _is_of_others(self, record: logging.LogRecord) -> bool:
         """Return False for messages about our requests, which would be repeated with every batch."""
-        return record.thread != self._thread.ident
+        if record.thread != self._thread.ident:
+            return True
+        if record.levelno >= logging.ERROR:
+            self._export_error = hide_credentials(record.getMessage()).rstrip(".")
+        return False
 
     def _run(self) -> None:
         is_open = True
@@ -207,7 +213,7 @@ class Tracing:
     def _send(self, spans: list[TraceSpan]) -> None:
         try:
             if not self._sender.send(spans):
-                self._warn_once("it did not accept the spans in time")
+                self._warn_once(self._export_error or "the collector did not accept the spans in time")
         except Exception as error:  # a bug, or an odd value
             self._warn_once(f"{type(error).__name__}: {error}")
 

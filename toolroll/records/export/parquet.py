@@ -2,7 +2,8 @@
 
 Each record is a row. Numbers, strings, token ids, messages, turns and calls have typed columns. Values without a fixed
 type are JSON in a string column: ground truth, arguments, metrics, rewards, new scores, and in `extra` all other fields
-of the line. Lone surrogates, which Parquet cannot store, become U+FFFD.
+of the line, including those whose values do not fit their column. Lone surrogates, which Parquet cannot store, become
+U+FFFD.
 
 The file is written in row groups of bounded size, and replaces an existing file only when it is complete.
 """
@@ -31,8 +32,8 @@ ROW_GROUP_MAX_ROWS = 1000
 ROW_GROUP_TARGET_BYTES = 16 * 1024 * 1024
 """Approximate size of the lines in a row group."""
 
-COLUMN_FIELDS = frozenset(RecordLine.model_fields) - {"uid", "written_at"}
-"""Fields that have their own columns."""
+COLUMN_FIELDS = frozenset(RecordLine.model_fields) - {"uid", "written_at", "tool_versions"}
+"""Fields that have their own columns, unless a line of another program uses the name for other values."""
 
 
 def _int64(value: Any) -> int | None:
@@ -70,6 +71,8 @@ CALL_COLUMNS: ColumnTypes = {
     "attempts": _int64, "metrics": _json,
 }  # fmt: skip
 SPAN_COLUMNS: ColumnTypes = {"author": _text, "turn": _int64, "start": _int64, "end": _int64, "weight_version": _text}
+LIST_KEYS = {"messages": {*MESSAGE_COLUMNS}, "turns": {*TURN_COLUMNS, "timings"}, "calls": {*CALL_COLUMNS}}
+"""Keys that the columns of each list have."""
 
 
 def convert(records: Iterable[Record], path: Path) -> int:
@@ -158,9 +161,7 @@ def _row(record: Record) -> dict[str, Any]:
     except BadLine as error:
         logger.warning("sample %s of step %s: tokens left out: %s", record.request_id, record.step, error)
         tokens, earlier = None, []
-    extra = fields.get("extra")
-    others = {name: value for name, value in fields.items() if name not in COLUMN_FIELDS}
-    return {
+    row: dict[str, Any] = {
         **{name: to_type(getattr(record, name, fields.get(name))) for name, to_type in RECORD_COLUMNS.items()},
         **({} if tokens is None else _tokens(tokens)),
         "earlier": [_tokens(sequence) for sequence in earlier],
@@ -169,8 +170,37 @@ def _row(record: Record) -> dict[str, Any]:
         "calls": [_call(call) for call in record.calls],
         "rewards": _json(record.rewards),
         "rescored": _json(record.rescored or None),
-        "extra": _json({**extra, **others} if isinstance(extra, dict) else others),
     }
+    extra = fields.get("extra")
+    others = {name: value for name, value in fields.items() if not _is_in_row(name, value, record, row)}
+    return {**row, "extra": _json({**extra, **others} if isinstance(extra, dict) else others)}
+
+
+def _is_in_row(name: str, value: Any, record: Record, row: Mapping[str, Any]) -> bool:
+    """Return True if the columns of a row have the value of a field, so that `extra` need not have it."""
+    if name not in COLUMN_FIELDS or value is None:
+        return name in COLUMN_FIELDS
+    match name:
+        case "format":
+            return record.is_native
+        case "gts":
+            return True
+        case "rewards" | "extra":
+            return isinstance(value, dict)
+        case "rescored":
+            return bool(value == record.rescored)
+        case "tokens":
+            return "token_ids" in row
+        case "earlier":
+            return isinstance(value, list) and len(value) == len(row["earlier"])
+        case "messages" | "turns" | "calls":
+            return isinstance(value, list) and all(_has_keys(one, LIST_KEYS[name]) for one in value)
+    return bool(value == row[name])
+
+
+def _has_keys(value: Any, keys: set[str]) -> bool:
+    """Return True if a value is an object with no other keys, except for empty ones."""
+    return isinstance(value, dict) and all(key in keys or one in (None, []) for key, one in value.items())
 
 
 def _tokens(tokens: PackedTokens) -> dict[str, Any]:

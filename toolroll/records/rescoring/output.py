@@ -3,11 +3,12 @@
 The output of `{step}.jsonl` is written to `.{step}.jsonl.part`, in the order of the source, and renamed when it is
 complete. A later process compares both files with the source line by line, and scores only what they lack:
 
-- Lines of the part that match the source are kept, the rest is cut off.
+- Lines of the part are kept up to the first one that does not match the source or lacks a score. The rest is cut off.
 - Scores of a complete file from before are reused. The file is written again only if a line lacks a score, or if the
   source has changed.
-- From the first line of a file that does not match the source, its scores are found by the content of the line,
-  wherever it is. They need about 300 bytes of memory per line.
+- From the first line of a file that was not kept, its scores are found by the content of the line, wherever it is. They
+  need about 300 bytes of memory per line. A process that is killed loses those of the part that it has not written
+  again.
 
 Invariant: a complete file has one line for each line of the source, in the same order. The remains of a killed process
 cannot break it, because no line is kept without comparing it.
@@ -16,7 +17,7 @@ cannot break it, because no line is kept without comparing it.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -25,13 +26,14 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import orjson
 
 from toolroll.errors import ConfigError, RecordsNotWritten
-from toolroll.records.directory import StrPath
+from toolroll.records.directory import DUMP_SUFFIX, StrPath
 from toolroll.records.image_directory import IMAGES_NAME
 from toolroll.records.reader import MAX_LINE_BYTES
 from toolroll.records.rescoring.line import SCORES_START, LineFrame, Scores
 
 IDENTITY_FILE = ".rescore.json"
 LOCK_FILE = ".lock"
+PART_SUFFIX = ".part"
 WRITE_BUFFER_BYTES = 256 * 1024
 COPY_BUFFER_BYTES = 1024 * 1024
 
@@ -62,7 +64,8 @@ class RescoredDirectory:
 
     def __init__(self, directory: Path, source: Path, rewards: Mapping[str, Any]) -> None:
         self.directory = directory
-        self._base = source.parent if source.is_file() else source
+        self._is_single_file = source.is_file()
+        self._base = source.parent if self._is_single_file else source
         _check_apart(directory.resolve(), self._base.resolve())
         self._resources = ExitStack()
         try:
@@ -89,6 +92,29 @@ class RescoredDirectory:
     def output(self, source_file: StrPath) -> RescoredFile:
         """Return the output of a record file of the source."""
         return RescoredFile(self.directory / Path(source_file).relative_to(self._base))
+
+    def remove_outdated(self, source_files: Sequence[StrPath]) -> None:
+        """Delete the outputs of files that were removed or renamed, whose records would be there twice.
+
+        Does nothing if the source is a single file, or has no files, for example because its disk is not mounted.
+
+        Args:
+            source_files: All record files of the source.
+
+        Raises:
+            RecordsNotWritten: If a file cannot be deleted.
+        """
+        if self._is_single_file or not source_files:
+            return
+        outputs = [RescoredFile.paths(self.directory / Path(file).relative_to(self._base)) for file in source_files]
+        kept = {path for paths in outputs for path in paths}
+        for pattern in (f"*{DUMP_SUFFIX}", f".*{DUMP_SUFFIX}{PART_SUFFIX}"):
+            for path in [*self.directory.glob(pattern), *self.directory.glob(f"*/{pattern}")]:
+                if path not in kept and not path.parent.is_symlink():  # the images are those of the source
+                    try:
+                        path.unlink()
+                    except OSError as error:
+                        raise RecordsNotWritten.because(error, path) from error
 
     def _check_contents(self) -> None:
         names = {path.name for path in self.directory.iterdir()}
@@ -132,8 +158,7 @@ class RescoredFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._part_path = path.with_name(f".{path.name}.part")
+        self._path, self._part_path = self.paths(path)
         self._resources = ExitStack()
         self._complete = self._open_earlier(path)
         self._unfinished = self._open_earlier(self._part_path)
@@ -149,16 +174,21 @@ class RescoredFile:
             with suppress(OSError):  # closing writes what flush() could not
                 self._resources.close()
 
+    @staticmethod
+    def paths(path: Path) -> tuple[Path, Path]:
+        """Return the paths of the complete and of the unfinished file."""
+        return path, path.with_name(f".{path.name}{PART_SUFFIX}")
+
     def known(self, frame: LineFrame, names: frozenset[str]) -> KnownScores:
         """Return what is known of the next line of the source.
 
         Args:
             frame: The line.
-            names: Names of the scores that the line needs. A line of the complete file that lacks one is written again.
+            names: Names of the scores that the line needs. A line that lacks one is written again.
         """
         complete = None if self._complete is None else self._complete.next_scores(frame)
         if self._part is None and self._unfinished is not None:
-            if (scores := self._unfinished.next_scores(frame)) is not None:
+            if (scores := self._unfinished.next_scores(frame, names)) is not None:
                 return KnownScores(_without_none(scores), is_written=True)
             self._open_part(self._unfinished.end)
         if self._part is None:
@@ -239,19 +269,24 @@ class _EarlierLines:
         self.last_start = 0
         """Position of the last line that was compared: those before it matched."""
 
-    def next_scores(self, frame: LineFrame) -> Scores | None:
-        """Return the scores of the next line, or None if it or a line before it does not match the source."""
+    def next_scores(self, frame: LineFrame, names: frozenset[str] = frozenset()) -> Scores | None:
+        """Return the scores of the next line, or None if it or a line before it does not match.
+
+        Args:
+            frame: The line of the source.
+            names: Names of the scores that a line must have to match.
+        """
         if not self._matches:
             return None
         self.last_start = self.end
         line = self._file.readline(MAX_LINE_BYTES)
         scores = frame.scores_in(line)
-        if scores is None:
+        if scores is None or not names <= _without_none(scores).keys():
             self._matches = False
             self._index_rest(line)
         else:
             self.end += len(line)
-        return scores
+        return scores if self._matches else None
 
     def moved_scores(self, frame: LineFrame) -> Scores:
         """Return the scores of a line that has moved, once for each copy of the line. Empty if there is none."""

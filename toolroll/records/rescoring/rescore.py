@@ -10,8 +10,8 @@ Invariants:
   them exactly once (`output.py`).
 - A record that cannot be scored because of an infra fault has the score None, never 0. The next process scores it.
 - A record without the rewards of its steps and tools has no total.
-- Memory is bounded: at most `MAX_WINDOW_LINES` lines wait for their scores, or for those of a line before them.
-- A process that is stopped keeps all finished scores. One that is killed loses those of lines that wait.
+- Memory is bounded: at most `MAX_WINDOW_LINES` lines are buffered until they and all lines before them are scored.
+- A process that is stopped keeps all finished scores. One that is killed loses the scores of buffered lines.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class Rescorer:
             async with saved_budgets(directory.directory, declared_limits()):
                 for file in files:
                     await job.rescore_file(file, directory.output(file.path))
+            directory.remove_outdated([file.path for file in files])
         return job.result
 
 
@@ -189,6 +190,8 @@ class _RescoreJob:
         self._on_progress = on_progress
         self._total_bytes = sum(Path(file.path).stat().st_size for file in files)
         self._bytes_done = 0
+        self._started = 0
+        """Number of records that have been started, except for those that failed in an earlier process."""
         self._first_failures: int | None = 0
         """Number of failures from the start, or None after a success."""
 
@@ -243,6 +246,8 @@ class _RescoreJob:
         return _PendingLine(len(raw), frame, record, names, known.is_written, scores)
 
     async def _score(self, record: Record, names: frozenset[str], known: KnownScores) -> Scores:
+        ordinal = self._started
+        self._started += not known.has_failed
         async with self._slots:
             errors: list[str] = []
             try:
@@ -255,13 +260,13 @@ class _RescoreJob:
         for error in errors:
             self.result.add_error(error)
         if not known.has_failed:  # it may never succeed, which must not keep others from being scored
-            self._count_first_failures(errors)
+            self._count_first_failures(ordinal, errors)
         return scores
 
-    def _count_first_failures(self, errors: list[str]) -> None:
+    def _count_first_failures(self, ordinal: int, errors: list[str]) -> None:
         if not errors:
             self._first_failures = None
-        elif self._first_failures is not None:
+        elif self._first_failures is not None and ordinal < MAX_FIRST_FAILURES:  # later ones may fail faster
             self._first_failures += 1
             if self._first_failures >= MAX_FIRST_FAILURES:
                 problem = f"The first {self._first_failures} records could not be scored: {errors[0]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from toolroll.errors import Fault, InfraFault, ReplayMiss
+from toolroll.errors import Fault, ReplayMiss
 from toolroll.rollout.chat.parsed_turn import ParsedCall
 from toolroll.rollout.instances import ToolInstances
 from toolroll.rollout.pause import Deadlines
@@ -44,14 +44,20 @@ class ReplayExecutor(ToolExecutor):
         """Return the recorded rewards of the tools, if the calls and the tools are those that were recorded.
 
         Raises:
-            ReplayMiss: If other calls were made or a tool has changed, so that its reward is unknown.
-            InfraFault: If the recorded trajectory ended with it here.
+            ReplayMiss: If the trajectory ended before the recorded one, which has no rewards, or if other calls were
+                made or a tool has changed, so that its reward is unknown.
         """
         recorded = self._replay.recorded(request.request_id)
+        generations = () if recorded is None else recorded.generations or ()
+        if recorded is not None and self._replay.engine and len(request.turns) != len(generations):
+            raise ReplayMiss(
+                f"The replay ended after {len(request.turns)} of {len(generations)} recorded generations "
+                f"({request.finish_reason}): the limits or the parsing of tool calls have changed."
+            )
         known: dict[str, float] = {}
         if recorded is not None and list(map(_identity, request.calls)) == list(map(_identity, recorded.calls)):
             if not recorded.is_scored:
-                raise InfraFault(recorded.error or "The recorded trajectory has no rewards.")
+                raise ReplayMiss(recorded.error or "The recorded trajectory has no rewards.")
             known = {
                 name: recorded.tool_rewards[name]
                 for name, tool in self._tools.items()

@@ -17,7 +17,7 @@ from toolroll._internal.canonical import NotCanonical, canonical
 from toolroll.errors import ReplayMiss
 from toolroll.rollout.engines.base import FinishType, Generation, LogprobsMode
 from toolroll.rollout.tokens import Author, Span, TokenStream
-from toolroll.rollout.trajectory import CallRecord, FinishReason, Trajectory, TurnRecord
+from toolroll.rollout.trajectory import INFRA_FINISH_REASONS, CallRecord, FinishReason, Trajectory, TurnRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class RecordedTrajectory:
     is_scored: bool
     """True if the tools' rewards were computed."""
     error: str | None
+    """Error message, without that of a reward function, because a replay calls the reward functions again."""
     _calls: dict[tuple[int, int], CallRecord] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,6 +82,8 @@ class RecordedTrajectory:
         roles = [message.role for message in trajectory.messages]
         has_tokens = len(trajectory.tokens) > 0 or not trajectory.turns
         streams = [*trajectory.earlier, trajectory.tokens]
+        is_complete = trajectory.finish_reason not in INFRA_FINISH_REASONS and trajectory.rewards.has_tool_rewards
+        failed_in_scoring = trajectory.outcome == "infra" and is_complete
         return cls(
             generations=list(_generations(trajectory.turns, streams)) if has_tokens else None,
             calls=trajectory.calls,
@@ -90,7 +93,7 @@ class RecordedTrajectory:
             tool_versions=trajectory.tool_versions,
             finish_reason=trajectory.finish_reason,
             is_scored=trajectory.rewards.has_tool_rewards,
-            error=trajectory.error,
+            error=None if failed_in_scoring else trajectory.error,
         )
 
     def find_call(self, turn: int, index: int, tool: str | None, arguments: Any, version: str | None) -> CallRecord:
