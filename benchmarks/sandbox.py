@@ -258,26 +258,27 @@ async def killed_front_figures(url: str, server: psutil.Process, requests: int) 
 def front_figures(requests: int) -> dict[str, float]:
     """Measure servers with one front and with two alternately."""
     rates: list[list[float]] = [[], []]
-    responses = [0, 0]
+    cpu_s: list[list[float]] = [[], []]
+    hub_s: list[float] = []
     with serving("--fronts", "1") as one, serving("--fronts", "2") as two:
-        servers = [one[1], two[1]]
-        wait_until_idle(*servers)
-        cpu_before, hub_before = [cpu_seconds(server) for server in servers], sum(two[1].cpu_times()[:2])
+        wait_until_idle(one[1], two[1])
         for _ in range(5):
-            for number, (url, _) in enumerate((one, two)):
+            for number, (url, server) in enumerate((one, two)):
                 load = HttpLoad(f"{url}/run_code", EXPIRED, CONNECTIONS)
+                before, hub_before = cpu_seconds(server), sum(server.cpu_times()[:2])
                 rates[number].append(uvloop.run(load.rate(1.0)))
                 assert set(load.responses) == {504}
-                responses[number] += load.responses.total()
-        hub_s = sum(two[1].cpu_times()[:2]) - hub_before
-        cpu_s = [cpu_seconds(server) - before for server, before in zip(servers, cpu_before, strict=True)]
+                responses = load.responses.total()
+                cpu_s[number].append((cpu_seconds(server) - before) / responses)
+                if server is two[1]:
+                    hub_s.append((sum(server.cpu_times()[:2]) - hub_before) / responses)
         figures = uvloop.run(hub_figures(*two, 4 * requests))  # many, as CPU times have a resolution of 10 ms
         figures |= uvloop.run(killed_front_figures(*two, requests))
     each_rate = [statistics.median(each) for each in rates]
     figures["responses_per_second_1_front"], figures["responses_per_second_2_fronts"] = each_rate
     figures["fronts_scaling"] = each_rate[1] / each_rate[0]
-    figures["fronts_cpu_ratio"] = cpu_s[1] / responses[1] / (cpu_s[0] / responses[0])
-    figures["hub_cpu_ms_when_busy"] = hub_s / responses[1] * 1000
+    figures["fronts_cpu_ratio"] = statistics.median(both / single for single, both in zip(*cpu_s, strict=True))
+    figures["hub_cpu_ms_when_busy"] = statistics.median(hub_s) * 1000
     return figures
 
 
