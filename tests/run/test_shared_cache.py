@@ -39,8 +39,10 @@ def start_client(upstream: Upstream, file: Path, **variables: str) -> "subproces
 
 @pytest.mark.process
 def test_processes_share_one_call(upstream: Upstream, tmp_path: Path) -> None:
-    clients = [start_client(upstream, tmp_path / "results.sqlite") for _ in range(3)]
-    outputs = [client.communicate(timeout=60)[0] for client in clients]
+    file = tmp_path / "results.sqlite"
+    with closing(ResultStore(str(file))):  # SQLite locks the file while the last process that uses it closes it
+        clients = [start_client(upstream, file) for _ in range(3)]
+        outputs = [client.communicate(timeout=60)[0] for client in clients]
     assert sorted(output.split()[-1] for output in outputs) == ["cached", "cached", "called"]
     assert upstream.words == {"cat": 1}
 
@@ -122,7 +124,12 @@ async def test_samples_on_two_nodes_share_upstream_calls(second_node: str, upstr
     }
     (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": "run.upstream.look_up"}]}))
     (tmp_path / "run.yaml").write_text(json.dumps(config))
+    upstream.is_open.clear()  # until both workers have registered, so that one cannot finish before the other starts
     async with Run(RunConfig.load(tmp_path / "run.yaml")) as run:
+        async with asyncio.timeout(90):
+            while (await run.status()).workers < 2:
+                await asyncio.sleep(0.1)
+        upstream.is_open.set()
         await asyncio.wait_for(run.wait(), 180)
     records = list(read_records(tmp_path / "records"))
     calls = [call for record in records for call in record.calls]

@@ -36,10 +36,13 @@ class Serving:
         return [server, *server.children(recursive=True)]
 
     def fronts(self) -> list[psutil.Process]:
-        """Return the processes that handle requests: with several fronts, the first child of each guard."""
-        server = psutil.Process(self.process.pid)
-        guards = [child for child in server.children() if "front_guard" in " ".join(child.cmdline())]
-        return [guard.children()[0] for guard in guards] or [server]
+        """Return the processes that handle requests: with several fronts, the first child of each guard, if any."""
+        server, fronts = psutil.Process(self.process.pid), []
+        for child in server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "front_guard" in " ".join(child.cmdline()):
+                    fronts += child.children()[:1]
+        return fronts or [server]
 
     def processes_named(self, name: str) -> list[psutil.Process]:
         """Return the processes of programs that ran `name_process(name)`."""

@@ -176,9 +176,8 @@ async def test_slots_of_dead_front_are_free_when_its_programs_have_ended(sandbox
     code = f"{name_process('orphan')}; import time; time.sleep(60)"
     programs = [asyncio.create_task(post(sandbox.url, code, run_timeout=90)) for _ in range(3)]
     assert await asyncio.to_thread(wait_until, lambda: len(sandbox.processes_named("orphan")) == 3)
-    counts = {
-        front: sum(one.name() == "orphan" for one in front.children(recursive=True)) for front in sandbox.fronts()
-    }
+    orphans = sandbox.processes_named("orphan")
+    counts = {front: sum(one in orphans for one in front.children(recursive=True)) for front in sandbox.fronts()}
     front = max(counts, key=lambda front: counts[front])
     front.kill()
     async with asyncio.timeout(30):
@@ -192,6 +191,7 @@ async def test_slots_of_dead_front_are_free_when_its_programs_have_ended(sandbox
 
 async def test_sessions_of_dead_front_start_again(sandbox: Serving, client: SandboxClient) -> None:
     names = ("red", "green", "blue")
+    assert await asyncio.to_thread(wait_until, lambda: len(sandbox.fronts()) == FRONTS)
     for name in names:
         await client.run("x = 1", session_id=name)
     for front in sandbox.fronts():
@@ -215,11 +215,15 @@ async def test_killed_server_leaves_no_processes() -> None:
 
 async def test_sigterm_waits_for_programs_of_all_fronts() -> None:
     with serving("--fronts", "2") as running:
-        code = "import time; time.sleep(2); print('done')"
+        code = "import time; time.sleep(8); print('done')"
         slow = [asyncio.create_task(post(running.url, code)) for _ in range(2)]
-        await asyncio.sleep(1)
+        async with asyncio.timeout(20):
+            while json.loads(await get(running.url, "/v1/ping"))["running"] < 2:
+                await asyncio.sleep(0.05)
         running.process.terminate()
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(20):
+            while not all(["shutting down" in await get(running.url, "/v1/ping") for _ in range(2)]):
+                await asyncio.sleep(0.05)
         assert [(await post(running.url, "1"))["http_status"] for _ in range(2)] == [503, 503]
         assert [answer["run_result"]["stdout"] for answer in await asyncio.gather(*slow)] == ["done\n"] * 2
         assert await asyncio.to_thread(running.process.wait, 20) == 0

@@ -349,12 +349,22 @@ async def test_killed_zygote_is_replaced_and_requests_retried() -> None:
             assert (done.stdout, done.attempts) == ("3\n", 2)
 
 
+async def wait_for_ping(url: str, text: str) -> None:
+    """Wait until the response to a ping contains a text."""
+    async with asyncio.timeout(20), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/v1/ping") as response:
+                if text in await response.text():
+                    return
+            await asyncio.sleep(0.05)
+
+
 async def test_sigterm_drains_and_rejects_new_requests() -> None:
     with serving("--capacity", "2") as running:
-        slow = asyncio.create_task(post(running.url, program("import time; time.sleep(1.5); print('done')")))
-        await asyncio.sleep(0.5)
+        slow = asyncio.create_task(post(running.url, program("import time; time.sleep(8); print('done')")))
+        await wait_for_ping(running.url, '"running": 1')
         running.process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await wait_for_ping(running.url, "shutting down")
         assert (await post(running.url, program("print(1)")))[0] == 503
         assert (await slow)[1]["run_result"]["stdout"] == "done\n"
         assert await asyncio.to_thread(running.process.wait, 10) == 0
@@ -365,13 +375,10 @@ async def test_sigterm_waits_for_requests_without_ticket(fronts: str) -> None:
     """The second request of a session waits for the first one, before admission."""
     with serving("--capacity", "2", "--fronts", fronts) as running:
         await post(running.url, program("x = 0", session_id="s"))
-        first, second = (
-            asyncio.create_task(
-                post(running.url, program("import time; time.sleep(1); x += 1; print(x)", session_id="s"))
-            )
-            for _ in range(2)
-        )
-        await asyncio.sleep(0.5)
+        code = "import time; time.sleep(8 if x == 0 else 0); x += 1; print(x)"
+        first, second = (asyncio.create_task(post(running.url, program(code, session_id="s"))) for _ in range(2))
+        await wait_for_ping(running.url, '"running": 1')
+        await asyncio.sleep(2)  # until the second request has arrived, which a ping does not show
         running.process.send_signal(signal.SIGTERM)
         assert {(await one)[1]["run_result"]["stdout"] for one in (first, second)} == {"1\n", "2\n"}
         assert await asyncio.to_thread(running.process.wait, 10) == 0

@@ -27,6 +27,7 @@ def resource() -> str:
     return f"resource-{uuid4().hex}"
 
 
+@pytest.mark.virtual_time
 async def test_calls_wait_for_a_slot_and_record_the_wait(resource: str) -> None:
     @tool(limits={"resource": resource, "limit": 1})
     async def slow() -> str:
