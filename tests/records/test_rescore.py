@@ -620,12 +620,15 @@ def test_wrong_rewards_are_explained(dumps: Path, rewards: list[str], message: s
 
 
 SLOW = """
-import asyncio, sys
+import asyncio, os, sys
 
 async def slow(trajectory):
+    number = int(trajectory.request_id.removeprefix("request-"))
     print(trajectory.request_id, file=sys.stderr, flush=True)
     await asyncio.sleep(0.02)
-    return float(trajectory.request_id.removeprefix("request-"))
+    while number >= 150 and not os.path.exists("killed"):
+        await asyncio.sleep(0.02)
+    return float(number)
 """
 
 
@@ -641,6 +644,7 @@ def test_killed_command_resumes(tmp_path: Path) -> None:
         started = [process.stderr.readline() for _ in range(count // 2)]
         process.kill()
         started += process.stderr.readlines()
+    (tmp_path / "killed").touch()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(started) < count
