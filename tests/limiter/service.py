@@ -16,6 +16,8 @@ running. A request that was accepted runs to its end, even if the client disconn
 - `retry_after`: Value of the header `Retry-After` of refused requests, in seconds. 0: no such header.
 
 `GET /stats` returns all requests: arrival time, client, tokens, whether the request was accepted, and its end or null.
+`GET /stalls` returns the periods in which the service did not run although it should have: begin and end. Requests that
+were sent meanwhile have a later arrival time, because the arrival is recorded when the service reads the request.
 The service also listens on a Unix socket, which processes in other network namespaces can reach.
 """
 
@@ -27,10 +29,23 @@ from urllib.parse import parse_qsl, urlsplit
 
 SLICES = 10
 """Parts of a request while the service is queueing. Each takes longer if more requests are running."""
+TICK_S = 0.01
+MIN_STALL_S = 0.02
+"""Minimum delay of a tick that is recorded as a stall."""
 
 settings = {"capacity": 32.0, "ms": 100.0, "rejecting": 0.0, "queueing": 0.0, "retry_after": 0.0}
 requests: list[list[object]] = []
+stalls: list[tuple[float, float]] = []
 running = 0
+
+
+async def record_stalls() -> None:
+    while True:
+        begin = time.time()
+        await asyncio.sleep(TICK_S)
+        end = time.time()
+        if end - begin > TICK_S + MIN_STALL_S:
+            stalls.append((begin, end))
 
 
 async def run(row: list[object]) -> None:
@@ -66,6 +81,8 @@ async def answer(path: str) -> tuple[int, str]:
         return await use(query)
     if url.path == "/stats":
         return 200, json.dumps(requests)
+    if url.path == "/stalls":
+        return 200, json.dumps(stalls)
     if url.path == "/set" and query.keys() <= settings.keys():
         settings.update({name: float(value) for name, value in query.items()})
         return 200, json.dumps(time.time())
@@ -91,7 +108,7 @@ async def main() -> None:
     if socket:
         await asyncio.start_unix_server(serve, socket[0])
     print("up", flush=True)
-    await server.serve_forever()
+    await asyncio.gather(server.serve_forever(), record_stalls())
 
 
 asyncio.run(main())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .service_figures import ServiceRequest
+    from .service_figures import ServiceRequest, Stall
 
 HERE = Path(__file__).parent
 READY_TIMEOUT_S = 60.0
@@ -49,6 +49,12 @@ class Service:
     def bare_requests(self) -> list[ServiceRequest]:
         """Return all requests that were sent by processes without a limiter."""
         return [request for request in self._all_requests() if request.by == "bare"]
+
+    def stalls(self) -> list[Stall]:
+        """Return the periods in which the service did not run although it should have."""
+        from .service_figures import Stall
+
+        return [Stall(*row) for row in self._get("/stalls")]
 
     def _all_requests(self) -> list[ServiceRequest]:
         from .service_figures import ServiceRequest
@@ -174,7 +180,7 @@ class ServiceLoads:
 
 def bare_throughput(service: Service, start: Start, capacity: int, seconds: float = 3.0) -> float:
     """Return the throughput that a client reaches with exactly as many concurrent requests as the capacity."""
-    from .service_figures import throughput
+    from .service_figures import cycle_throughput
 
     service.set(capacity=capacity)
     with ServiceLoads(service, name="bare", concurrency=capacity, seconds=seconds) as loads:
@@ -182,4 +188,4 @@ def bare_throughput(service: Service, start: Start, capacity: int, seconds: floa
         load.wait_until_ready()
         begin = time.time() + 0.5
         load.result(timeout=seconds + 30)
-    return throughput(service.bare_requests(), begin, begin + seconds - 1.0)
+    return cycle_throughput(service.bare_requests(), capacity, begin, begin + seconds - 1.0)

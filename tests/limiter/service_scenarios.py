@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from .service_client import Service, ServiceLoads, Start, bare_throughput
+from .service_client import Service, ServiceLoads
 from .service_figures import (
     arrived,
+    longest_stall,
     max_in_window,
     oscillation,
     refused_fraction,
     settled_after,
-    throughput,
     throughput_per_bucket,
+    throughput_vs_ideal,
 )
 
 CAPACITY, LOW_CAPACITY = 32, 8
@@ -26,9 +28,8 @@ RECOVERY_S = 5.0
 """Time in which the throughput recovers after the service rejected everything."""
 MIN_PROBE_INTERVAL_S = 0.9
 """Minimum interval between two probes of a service that rejects everything, with a tolerance for delays on the way."""
-
-Ideal = dict[int, float]
-"""Throughput of a client that knows the capacity, by capacity."""
+REQUEST_MS, SLOW_REQUEST_MS = 100, 1000
+"""Duration of a request, normally and while processes start."""
 
 
 def adaptive_loads(service: Service, resource: str) -> ServiceLoads:
@@ -37,43 +38,43 @@ def adaptive_loads(service: Service, resource: str) -> ServiceLoads:
     return ServiceLoads(service, resource=resource, limits=limits, concurrency=(200 + CAPACITY) // 4, hold=2.0)
 
 
-def ideal_throughput(service: Service, start: Start) -> Ideal:
-    """Measure the throughput without a limiter at both capacities. The capacity is `CAPACITY` afterwards."""
-    return {capacity: bare_throughput(service, start, capacity) for capacity in (LOW_CAPACITY, CAPACITY)}
-
-
 class CapacityStep(NamedTuple):
     """Effect of a change of the capacity."""
 
     capacity: int
     throughput_vs_ideal: float
-    """Throughput after the limit has adapted, relative to a client that knows the capacity."""
+    """Throughput after the limit has adapted, relative to that of a service that is always full."""
     oscillation: float
     refused_fraction: float
     settled_after_s: int
     """Number of seconds after which the throughput stayed above its minimum."""
     per_second: list[int]
     """Throughput in each second after the change."""
+    longest_stall_s: float
+    """Longest time for which the service did not run although it should have."""
 
 
-def step_capacity(service: Service, ideal: Ideal, capacities: Sequence[int], measure_s: float) -> list[CapacityStep]:
+def step_capacity(service: Service, capacities: Sequence[int], measure_s: float) -> list[CapacityStep]:
     """Change the capacity several times. After each change, wait for the limit to adapt and measure the throughput."""
     begins = []
     for capacity in capacities:
         begins.append(service.set(capacity=capacity))
         time.sleep(SETTLE_S + measure_s)
-    requests, steps = service.requests(), []
+    requests, stalls, steps = service.requests(), service.stalls(), []
     for begin, capacity in zip(begins, capacities, strict=True):
         end = begin + SETTLE_S + measure_s
         per_second = throughput_per_bucket(requests, begin, end)
+        seconds = [begin + number for number in range(len(per_second))]
+        used = [throughput_vs_ideal(requests, capacity, second, second + 1.0) for second in seconds]
         steps.append(
             CapacityStep(
                 capacity,
-                throughput(requests, begin + SETTLE_S, end) / ideal[capacity],
+                throughput_vs_ideal(requests, capacity, begin + SETTLE_S, end),
                 oscillation(per_second[int(SETTLE_S) :]),
                 refused_fraction(arrived(requests, begin, end)),
-                settled_after(per_second, MIN_THROUGHPUT * ideal[capacity]),
+                settled_after(used, MIN_THROUGHPUT),
                 [round(number) for number in per_second],
+                longest_stall(stalls, begin, end),
             )
         )
     return steps
@@ -90,28 +91,39 @@ class Rejection(NamedTuple):
     probes: list[float]
     """Times of the requests after the first 2 s, since the start of the period."""
     throughput_vs_ideal: float
-    """Throughput after the recovery, relative to a client that knows the capacity."""
+    """Throughput after the recovery, relative to that of a service that is always full."""
     per_second: list[int]
     """Throughput in each second after the end of the period."""
+    longest_stall_s: float
+    """Longest time for which the service did not run although it should have, after the end of the period."""
 
 
-def reject_everything(service: Service, ideal: Ideal, seconds: float) -> Rejection:
+def reject_everything(service: Service, seconds: float) -> Rejection:
     """Let the service reject everything for some time, and measure the requests during and the throughput after it."""
     begin = service.set(rejecting=1)
     time.sleep(seconds)
     end = service.set(rejecting=0)
     back = end + RECOVERY_S
     time.sleep(RECOVERY_S + 5.0)
-    requests = service.requests()
+    requests, stalls = service.requests(), service.stalls()
     probes = arrived(requests, begin + 2.0, end)
     return Rejection(
         len(arrived(requests, begin, begin + 2.0)),
         len(probes) / (end - begin - 2.0),
-        max_in_window(probes, MIN_PROBE_INTERVAL_S) > 1,
+        max_in_window(probes, MIN_PROBE_INTERVAL_S, stalls=stalls) > 1,
         [round(probe.arrival - begin, 2) for probe in probes],
-        throughput(requests, back, back + 5.0) / ideal[CAPACITY],
+        throughput_vs_ideal(requests, CAPACITY, back, back + 5.0),
         [round(number) for number in throughput_per_bucket(requests, end, back + 5.0)],
+        longest_stall(stalls, end, back + 5.0),
     )
+
+
+@contextmanager
+def slow_requests(service: Service) -> Iterator[None]:
+    """Let requests take long until the block ends, so that little of a budget is spent while processes start."""
+    service.set(ms=SLOW_REQUEST_MS)
+    yield
+    service.set(ms=REQUEST_MS)
 
 
 def wait_for_requests(service: Service, count: int) -> None:

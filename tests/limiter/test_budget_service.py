@@ -9,7 +9,7 @@ import pytest
 
 from .service_client import ServiceLoads
 from .service_nodes import four_processes, service_on, start_on
-from .service_scenarios import wait_for_requests
+from .service_scenarios import slow_requests, wait_for_requests
 
 if TYPE_CHECKING:
     from ray_nodes import NetnsNodes
@@ -24,12 +24,15 @@ def test_budget_holds_despite_killed_processes(nodes: NetnsNodes, report_figure:
     with service_on(nodes) as service:
         service.set(capacity=1000)
         with ServiceLoads(service, resource="budget", limits=LIMITS, concurrency=CONCURRENCY, hold=2.0) as loads:
-            loads.start_all(four_processes(nodes))
+            with slow_requests(service):
+                loads.start_all(four_processes(nodes))
             victims = [loads.all[0], loads.all[2]]
             for victim, host in zip(victims, nodes.hosts[1:], strict=True):
                 wait_for_requests(service, BUDGET // 10)
                 victim.kill()
-                loads.start(start_on(nodes, host)).wait_until_ready()
+                assert len(service.requests()) < BUDGET, "The budget was spent before a process was killed."
+                with slow_requests(service):
+                    loads.start(start_on(nodes, host)).wait_until_ready()
             results = [load.result(timeout=60) for load in loads.all if load not in victims]
         arrived = len(service.requests())
     report_figure(f"{arrived} of {BUDGET} calls arrived; counts: {results}")

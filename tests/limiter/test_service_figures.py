@@ -9,17 +9,23 @@ from hypothesis import strategies as st
 from .service_figures import (
     RateStep,
     ServiceRequest,
+    Stall,
     allowed,
     arrived,
+    cycle_throughput,
+    earliest_arrival,
+    longest_stall,
     max_in_window,
     max_rate_ratio,
     mean_concurrent,
+    median_utilisation,
     one_request,
     oscillation,
     refused_fraction,
     settled_after,
     throughput,
     throughput_per_bucket,
+    throughput_vs_ideal,
     tokens,
     utilisation,
 )
@@ -43,10 +49,22 @@ def rate_steps(draw: st.DrawFn) -> list[RateStep]:
     return [RateStep(since, draw(st.integers(1, 20))) for since in times]
 
 
+@st.composite
+def stalls_lists(draw: st.DrawFn) -> list[Stall]:
+    times = sorted(draw(st.sets(quarters, max_size=8)))
+    return [Stall(begin, end) for begin, end in zip(times[::2], times[1::2], strict=False)]
+
+
 def test_throughput_counts_accepted_requests_by_end() -> None:
     requests = [request(0.95), request(1.0, duration=None), request(1.2, accepted=False), request(1.5), request(2.9)]
     assert throughput(requests, 1.0, 2.75) == 2 / 1.75
     assert throughput(requests, 1.0, 3.5) == 3 / 2.5
+
+
+@given(st.integers(1, 8), st.floats(0, 0.5))
+def test_cycle_throughput_does_not_depend_on_phase(concurrency: int, begin: float) -> None:
+    bursts = [request(number / 4 + one / 1000, duration=0.25) for number in range(20) for one in range(concurrency)]
+    assert cycle_throughput(bursts, concurrency, begin, begin + 3.0) == pytest.approx(4 * concurrency)
 
 
 def test_throughput_per_bucket_ignores_incomplete_bucket() -> None:
@@ -108,16 +126,36 @@ def test_rate_change_allows_the_sum_of_both_rates() -> None:
     assert max_rate_ratio([*requests, *map(request, [7.1] * 40)], steps, WINDOW_S) > 1.5
 
 
-@given(requests_lists, rate_steps())
-def test_max_rate_ratio_matches_definition(requests: list[ServiceRequest], steps: list[RateStep]) -> None:
+@given(requests_lists, rate_steps(), stalls_lists())
+def test_max_rate_ratio_matches_definition(
+    requests: list[ServiceRequest], steps: list[RateStep], stalls: list[Stall]
+) -> None:
     """All times are multiples of 1/4, so that the windows between which the ratio is monotonic start at these."""
     begins = [number / 4 for number in range(-130, 250)]
+    arrivals = [(earliest_arrival(one.arrival, stalls), one.arrival, one.tokens) for one in requests]
     ratios = [
-        sum(one.tokens for one in requests if begin <= one.arrival <= begin + WINDOW_S)
+        sum(size for earliest, latest, size in arrivals if begin <= earliest and latest <= begin + WINDOW_S)
         / allowed(steps, begin, begin + WINDOW_S)
         for begin in begins
     ]
-    assert isclose(max_rate_ratio(requests, steps, WINDOW_S, tokens), max(ratios))
+    assert isclose(max_rate_ratio(requests, steps, WINDOW_S, tokens, stalls), max(ratios))
+
+
+def test_longest_stall_ignores_stalls_outside_of_period() -> None:
+    stalls = [Stall(0.0, 1.5), Stall(2.0, 2.25), Stall(3.0, 3.5), Stall(4.0, 6.0)]
+    assert longest_stall(stalls, 1.0, 5.0) == 0.5
+    assert longest_stall(stalls, 1.0, 1.5) == 0.0
+
+
+def test_requests_of_a_stall_count_in_windows_that_contain_it() -> None:
+    """The service records the requests of half a second at its end, of a client that keeps the rate or doubles it."""
+    stalls = [Stall(8.0, 8.5)]
+    for per_second, ratio in ((20, 1.0), (40, 2.0)):
+        sent = [number / per_second for number in range(20 * per_second)]
+        requests = [request(8.505 if 8.0 <= moment < 8.5 else moment) for moment in sent]
+        assert max_rate_ratio(requests, [RateStep(0, 20)], WINDOW_S) > 1.04 * ratio
+        measured = max_rate_ratio(requests, [RateStep(0, 20)], WINDOW_S, stalls=stalls)
+        assert measured == pytest.approx(ratio, abs=0.01)
 
 
 @given(rate_steps(), quarters, st.integers(1, 80), st.integers(1, 80))
@@ -132,6 +170,12 @@ def test_utilisation() -> None:
     assert utilisation(requests, 20, 0, 5, tokens) == 1.0
 
 
+def test_median_utilisation_ignores_a_pause() -> None:
+    requests = [request(number / 4) for number in range(80) if not 20 <= number < 26]
+    assert utilisation(requests, 4, 0, 20, one_request) == 74 / 80
+    assert median_utilisation(requests, 4, 0, 20, 5, one_request) == 1.0
+
+
 @given(requests_lists)
 def test_mean_concurrent_is_total_time_per_second(requests: list[ServiceRequest]) -> None:
     assert isclose(mean_concurrent(requests, -100, 100), len(requests) * 0.1 / 200, abs_tol=1e-9)
@@ -140,3 +184,9 @@ def test_mean_concurrent_is_total_time_per_second(requests: list[ServiceRequest]
 def test_mean_concurrent_of_running_and_refused_requests() -> None:
     requests = [request(0, duration=None), request(0, accepted=False, duration=9), request(-5, duration=7)]
     assert mean_concurrent(requests, 0, 10) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("duration", [0.1, 0.2])
+def test_throughput_vs_ideal_does_not_depend_on_duration(duration: float) -> None:
+    requests = [request(number * duration, duration=duration * 0.75) for number in range(200) for _ in range(8)]
+    assert throughput_vs_ideal(requests, 8, 0.0, 10.0) == pytest.approx(0.75)
