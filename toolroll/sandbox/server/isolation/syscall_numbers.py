@@ -54,7 +54,7 @@ setsid=112/157 setsockopt=54/208 settimeofday=164/170 setuid=105/146 setxattr=18
 shmdt=67/197 shmget=29/194 shutdown=48/210 sigaltstack=131/132 signalfd=282 signalfd4=289/74 socket=41/198
 socketpair=53/199 splice=275/76 stat=4 statfs=137/43 statx=332/291 swapoff=168/225 swapon=167/224 symlink=88
 symlinkat=266/36 sync=162/81 sync_file_range=277/84 syncfs=306/267 sysinfo=99/179 syslog=103/116 tee=276/77
-tgkill=234/131 time=201 timer_delete=226/111 timer_getoverrun=225/109 timer_gettime=224/108
+tgkill=234/131 time=201 timer_create=222/107 timer_delete=226/111 timer_getoverrun=225/109 timer_gettime=224/108
 timer_settime=223/110 timerfd_create=283/85 timerfd_gettime=287/87 timerfd_settime=286/86 times=100/153 tkill=200/130
 truncate=76/45 umask=95/166 umount2=166/39 uname=63/160 unlink=87 unlinkat=263/35 unshare=272/97 uselib=134
 userfaultfd=323/282 ustat=136 utime=132 utimensat=280/88 utimes=235 vfork=58 vhangup=153/58 vmsplice=278/75 wait4=61/260
