@@ -32,7 +32,7 @@ from toolroll import (
 from toolroll.errors import CallTimeout
 from toolroll.limiter.leased_limiter import LocalLedgerLimiter
 from toolroll.limiter.ledger.feedback import Rejection, rejection_of
-from toolroll.tools.mcp import http_exchange
+from toolroll.tools.mcp import http_exchange, server
 from toolroll.tools.mcp.http import MessageStream
 from toolroll.tools.mcp.mcp_tool import load_mcp_tools
 
@@ -276,7 +276,8 @@ def responder_server() -> Iterator[ResponderServer]:
 
 
 @pytest.fixture
-def responder(responder_server: ResponderServer) -> str:
+def responder(responder_server: ResponderServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(server, "_servers", {})  # a server of an earlier test may have had the same port
     return f"http://127.0.0.1:{responder_server.server_port}"
 
 
