@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timing
 MAX_REFUSED, MAX_OSCILLATION = 0.02, 0.25
 MAX_CONCURRENT = 2.5
 """Maximum mean number of requests in a service that queues, relative to its capacity."""
-MEASURE_S = 6.0
+MEASURE_S = 12.0
 MAX_MEASUREMENTS = 3
 MAX_LOST = 0.01
 """Maximum fraction of the processor time that a hypervisor or other processes may take on an undisturbed machine."""
