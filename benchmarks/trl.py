@@ -25,8 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report import report
-
 ROOT = Path(__file__).parent.parent
 BOUNDS: dict[str, Callable[[float], bool]] = {
     "tool_wall_s": lambda value: value < 3,
@@ -165,6 +163,8 @@ def main() -> None:
         print(json.dumps(measure_in_environment(options.inside, options.quick)))
         return
     figures = measure(options.quick)
+    from report import report  # the environment of TRL cannot import it
+
     report(figures, BOUNDS, as_json=options.json)
 
 
