@@ -15,7 +15,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
     The kernel limits the epoll watches of each user. Programs of a server that runs as an unprivileged user have the
     same user and can use up all watches, upon which uvloop aborts the process. poll(2) has no such limit. A server that
-    can give each program a user of its own, which needs root, does not have this problem.
+    can assign a separate user to each program, which needs root, does not have this problem.
 
     Returns:
         A loop of uvloop if programs have other users, otherwise a loop of asyncio that uses poll.

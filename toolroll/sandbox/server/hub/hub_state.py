@@ -25,7 +25,7 @@ MAX_RETRY_AFTER_S = 60
 KEY_TTL_S = 60.0
 """Time for which the front of a finished request is remembered. Its caches keep results as long, or longer."""
 MAX_REMEMBERED_KEYS = 20_000
-"""Maximum number of these for each front of the server: a front keeps half as many results."""
+"""Maximum number of remembered keys for each front of the server. A front keeps half as many results."""
 _RUN_TIME_WEIGHT = 0.05
 
 TicketId = tuple[int, int]
